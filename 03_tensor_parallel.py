@@ -1,0 +1,369 @@
+"""Chapter 3: cut the hidden features F over the ranks, and sum activations in every block.
+
+    layout   weights [L, D, 2, F/Y], h [B/X, F/Y] on each of Y tensor-parallel (tp) ranks; x [B/X, D]
+             on all Y, or with --sequence-parallel x [B/XY, D] between the blocks
+    moves    y [B/X, D] after a block's forward and dx after the input half of its backward: each is
+             a partial sum over F, made whole by an all-reduce over tp
+    costs    per layer 2 all-reduces of [B/X, D], whatever F is; nobody can compute on without y
+
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 03_tensor_parallel.py
+
+What is new:  git diff --no-index 02_data_parallel.py 03_tensor_parallel.py
+Papers:  Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3, and for sequence parallel
+         Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2
+"""
+
+import torch
+import torch.distributed as dist
+
+from common import (
+    State,
+    adam_update,
+    block_backward_input,
+    block_backward_weight,
+    block_forward,
+    communicates,
+    finish,
+    initial_weights,
+    irecv,
+    isend,
+    make_batch,
+    parse_args,
+    resume,
+    run,
+    save,
+    scratch,
+    span,
+    start_up,
+    timed_step,
+    track_activations,
+)
+
+# ------------------------------------------------------------------------------------ collectives
+
+
+def cut(tensor, n, dim=0):
+    """Return n views that follow each other along dim, sized as torch.chunk sizes them: all the
+    same but the last; where there is not enough to go round, the last ones are empty."""
+    parts = list(tensor.chunk(n, dim))
+    return parts + [tensor.narrow(dim, 0, 0)] * (n - len(parts))
+
+
+@communicates
+def ring_reduce_scatter(chunks, axis):
+    """Sum chunk i of all ranks into rank i's chunks[i]; what the others hold of it is used up.
+
+    Chunk i starts at rank i + 1 and goes once round the ring to rank i, and every rank on the way
+    adds its own. Each rank sends all chunks but its own: (n-1)/n of the whole, the least possible
+    (Patarasuk & Yuan 2009)."""
+    n, rank = axis.size, axis.rank
+    if n == 1:
+        return
+    order = [(rank - 1 - hop) % n for hop in range(n)]  # the neighbour's chunk first, mine last
+    inbox = [scratch(f"{axis.name} {i}", chunk.shape, chunk) for i, chunk in enumerate(chunks)]
+    # Receives before sends: gloo announces a receive on the connection that carries the data the
+    # other way. Announced late, it queues behind a whole chunk, and the ring runs at half speed.
+    received = [irecv(inbox[i], axis.prev_rank, axis) for i in order[1:]]
+    sent = [isend(chunks[order[0]], axis.next_rank, axis)]
+    for i, message in zip(order[1:], received):
+        message.wait()
+        chunks[i] += inbox[i]
+        if i != rank:
+            sent.append(isend(chunks[i], axis.next_rank, axis))
+    for message in sent:
+        message.wait()  # until then the chunk belongs to the message
+
+
+@communicates
+def ring_all_gather(chunks, axis, received=None):
+    """Copy each rank's chunks[rank] to all ranks, by another round. Costs as much as the first."""
+    n, rank = axis.size, axis.rank
+    if n == 1:
+        return
+    order = [(rank - hop) % n for hop in range(n)]  # mine first, the next neighbour's last
+    received = received or receive_chunks(chunks, axis)
+    sent = [isend(chunks[rank], axis.next_rank, axis, tag=1)]
+    for i, message in zip(order[1:], received):
+        message.wait()
+        if i != order[-1]:
+            sent.append(isend(chunks[i], axis.next_rank, axis, tag=1))
+    for message in sent:
+        message.wait()
+
+
+def receive_chunks(chunks, axis):
+    """Post the receives of ring_all_gather, in the order in which the chunks come by."""
+    order = [(axis.rank - hop) % axis.size for hop in range(1, axis.size)]
+    return [irecv(chunks[i], axis.prev_rank, axis, tag=1) for i in order]
+
+
+def ring_all_reduce(tensor, axis):
+    """Sum the tensor over the axis, in place: each chunk on one rank, then from there to all."""
+    chunks = cut(tensor.view(-1), axis.size)
+    # Both halves' receives are posted first. No chunk is overwritten too early: its sum can't come
+    # back before what this rank adds to it has left.
+    received = receive_chunks(chunks, axis)
+    ring_reduce_scatter(chunks, axis)
+    ring_all_gather(chunks, axis, received)
+
+
+@communicates
+def naive_all_reduce(tensor, axis):
+    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. It moves
+    2(n-1) times the tensor, so the more ranks there are, the longer all of them wait for it."""
+    if axis.rank > 0:
+        isend(tensor, 0, axis).wait()
+        irecv(tensor, 0, axis).wait()
+        return
+    others = [torch.empty_like(tensor) for _ in range(1, axis.size)]
+    for message in [irecv(other, src, axis) for src, other in enumerate(others, 1)]:
+        message.wait()
+        tensor += message.tensor
+    for message in [isend(tensor, dst, axis) for dst in range(1, axis.size)]:
+        message.wait()
+
+
+@communicates
+def torch_all_reduce(tensor, axis):
+    """The library's, to compare with."""
+    dist.all_reduce(tensor, group=axis.group)
+
+
+def all_reduce(tensor, axis, args):
+    """Turn the partial sums that the ranks of the axis hold into the full sum on all, in place."""
+    by_name = {"ring": ring_all_reduce, "naive": naive_all_reduce, "torch": torch_all_reduce}
+    by_name[args.collectives](tensor, axis)
+
+
+def start(collective, *operands):
+    """Have the axis's communication thread call collective(*operands), the last two of which are
+    axis and args, while this thread computes on. What it reads and writes is its own until the
+    future returned here is done, or `join` is."""
+    axis, args = operands[-2:]
+    future = axis.thread.submit(collective, *operands)
+    axis.pending.append(future)
+    if args.no_overlap:
+        join(axis)
+    return future
+
+
+def join(axis):
+    """Wait for all that was started on the axis."""
+    while axis.pending:
+        wait(axis.pending.pop(0), axis)
+
+
+def wait(future, axis):
+    with span("wait", axis.name):
+        future.result()
+
+
+def sum_over(number, *axes):
+    """Return the sum of a number over the axes. One number is all latency and no bytes, and no
+    lesson: torch's all-reduce will do, and its few bytes are not counted."""
+    for axis in axes:
+        with span("wait", axis.name):
+            dist.all_reduce(number, group=axis.group)
+    return number
+
+
+# --------------------------------------------------------------------------------------- sharding
+
+
+def shard_batch(rows_BD, args, mesh):
+    """Return this rank's rows: B over dp, in proportion to --batch-shares if there are any."""
+    shares = args.batch_shares or [1] * args.dp
+    ends = [args.batch_size * sum(shares[:i]) // sum(shares) for i in range(args.dp + 1)]
+    return rows_BD[ends[mesh.dp.rank] : ends[mesh.dp.rank + 1]]
+
+
+def shard_weights(weights, args, mesh):
+    """Return this rank's part of the weights [L, D, 2, F]: F over tp."""
+    weights = cut(weights, args.tp, dim=3)[mesh.tp.rank]
+    return weights.clone()  # a part that is a view would keep the whole alive
+
+
+def init_state(args, mesh):
+    """Return the State this rank keeps between steps."""
+    weights = shard_weights(initial_weights(args), args, mesh)
+    master = weights
+    if args.dtype == "bfloat16":
+        weights = weights.bfloat16()
+    grads = torch.zeros_like(weights)
+    exp_avg, exp_avg_sq = torch.zeros_like(master), torch.zeros_like(master)
+    return State(weights, grads, master, exp_avg, exp_avg_sq, range(args.layers))
+
+
+def my_rows(x_BD, axis, args):
+    """Return the rows that are valid between two blocks: all, or with --sequence-parallel this
+    rank's: B over tp."""
+    return cut(x_BD, axis.size)[axis.rank] if args.sequence_parallel else x_BD
+
+
+def fetch_rows(x_BD, axis, args):
+    """Make all rows valid, for a block needs them all."""
+    if args.sequence_parallel:
+        ring_all_gather(cut(x_BD, axis.size), axis)
+
+
+def sum_rows(y_BD, axis, args):
+    """Turn a block's partial sums over F into full ones, in the rows that are to be valid."""
+    if args.sequence_parallel:
+        ring_reduce_scatter(cut(y_BD, axis.size), axis)
+    else:
+        all_reduce(y_BD, axis, args)
+
+
+def keep_rows(x_BD, axis, args):
+    """Return what to save of x: the valid rows."""
+    return my_rows(x_BD, axis, args).clone() if args.sequence_parallel else x_BD
+
+
+def kept_rows(x_BD, like_BD, axis, args):
+    """Return x with all its rows again, for the weight half: one more all-gather."""
+    if not args.sequence_parallel:
+        return x_BD
+    full_BD = torch.empty_like(like_BD)
+    my_rows(full_BD, axis, args).copy_(x_BD)
+    start(fetch_rows, full_BD, axis, args)
+    join(axis)
+    return full_BD
+
+
+# ------------------------------------------------------------------------------ forward, backward
+
+
+def forward(state, x_BD, args, mesh):
+    """Return y [B, D], and for backward the x [B, D] and h [B, F] of every layer."""
+    saved = []
+    for weights in state.weights:
+        fetch_rows(x_BD, mesh.tp, args)
+        y_BD, h_BF = block_forward(x_BD, *weights.unbind(1))
+        # subtle: y is summed in place, which is safe only because backward needs x, h and not y.
+        sum_rows(y_BD, mesh.tp, args)
+        saved.append((keep_rows(x_BD, mesh.tp, args), h_BF))
+        x_BD = x_BD + y_BD
+    return x_BD, saved
+
+
+def backward(state, saved, dy_BD, last, args, mesh):
+    """Return dx [B, D], and add the gradients of every layer to state.grads."""
+    for l in reversed(range(len(state.weights))):
+        x_BD, h_BF = saved.pop()
+        fetch_rows(dy_BD, mesh.tp, args)
+        dx_BD, dz_BF = block_backward_input(dy_BD, h_BF, *state.weights[l].unbind(1))
+        start(sum_rows, dx_BD, mesh.tp, args)  # needed by the next layer, not by the weight half
+        backward_weight(state, l, (x_BD, h_BF, dy_BD, dz_BF), last, args, mesh)
+        join(mesh.tp)
+        dy_BD = dy_BD + dx_BD
+    return dy_BD
+
+
+def backward_weight(state, l, saved, last, args, mesh):
+    """Add layer l's gradients to state.grads[l]; after the last micro-batch's, sum them over dp."""
+    x_BD, h_BF, dy_BD, dz_BF = saved
+    x_BD = kept_rows(x_BD, dy_BD, mesh.tp, args)
+    block_backward_weight(x_BD, h_BF, dy_BD, dz_BF, *state.grads[l].unbind(1))
+    if last:
+        start(all_reduce, state.grads[l], mesh.dp, args)
+
+
+# --------------------------------------------------------------------------------------- training
+
+
+def loss_and_gradient(y_BD, t_BD, args, mesh):
+    """Return this rank's part of the mean square error, and its gradient dy [B, D].
+
+    Divided by the size of the whole batch, not of a part of it: so losses and gradients of all
+    parts, on whatever ranks and of whatever size, simply add up to those of the batch."""
+    size = args.batch_size * args.d_model
+    diff_BD = y_BD - t_BD
+    loss = my_rows(diff_BD, mesh.tp, args).double().square().sum() / size
+    return loss, diff_BD * (2 / size)
+
+
+def train_step(state, x_BD, t_BD, step, args, mesh):
+    """Train on this rank's rows; return the loss and the gradient norm of the whole batch."""
+    state.grads.zero_()
+    loss = torch.zeros((), dtype=torch.float64, device=x_BD.device)
+    x_of, t_of = x_BD.tensor_split(args.microbatches), t_BD.tensor_split(args.microbatches)
+    for i in range(args.microbatches):
+        y_BD, saved = forward(state, x_of[i], args, mesh)
+        track_activations({i: saved})
+        more_loss, dy_BD = loss_and_gradient(y_BD, t_of[i], args, mesh)
+        loss += more_loss
+        backward(state, saved, dy_BD, i == args.microbatches - 1, args, mesh)
+    norm = update(state, step, args, mesh)
+    loss = sum_over(loss, mesh.tp) if args.sequence_parallel else loss
+    return sum_over(loss, mesh.dp), norm
+
+
+def update(state, step, args, mesh):
+    """Update the weights from the gradients, and return the norm of all gradients."""
+    join(mesh.dp)
+    square = torch.linalg.vector_norm(state.grads, dtype=torch.float64).square()
+    square = sum_over(square, mesh.tp)  # over the axes that cut the gradients, and only those
+    norm = square.sqrt()
+    scale = (args.clip_norm / (norm + 1e-6)).clamp(max=1).item()
+    adam_update(state, state.grads, scale, step, args)
+    state.weights.copy_(state.master)  # rounded for bfloat16; else they are the same tensor
+    return norm
+
+
+# ------------------------------------------------------------------------------------------ costs
+
+
+def part_sizes(size, axis):
+    return [len(part) for part in cut(torch.empty(size, device="meta"), axis.size)]
+
+
+def ring_elements(size, axis):
+    """Return the elements a rank sends in reduce-scatter and in all-gather: all chunks but its own,
+    and all but its next neighbour's. Where n divides the size, both are (n-1)/n of it."""
+    sizes = part_sizes(size, axis)
+    return size - sizes[axis.rank], size - sizes[(axis.rank + 1) % axis.size]
+
+
+def all_reduce_elements(size, axis, args):
+    """Return the elements a rank sends to all-reduce `size` of them: 2 (n-1)/n in a ring."""
+    if args.collectives == "naive":
+        return size if axis.rank > 0 else (axis.size - 1) * size
+    return sum(ring_elements(size, axis))
+
+
+def predict(args, mesh):
+    """Return by formula, in elements, what this rank sends per step and axis and what it holds."""
+    L, D, F = args.layers, args.d_model, args.d_hidden
+    rows = shard_batch(torch.empty(args.batch_size), args, mesh)
+    B = [len(x) for x in rows.tensor_split(args.microbatches)]
+    F = part_sizes(F, mesh.tp)[mesh.tp.rank]
+    weights = L * D * 2 * F
+    costs = {"weights": weights, "gradients": weights, "updated": weights}
+    costs["activations"] = L * max(b * (D + F) for b in B)
+
+    costs["dp"] = L * all_reduce_elements(D * 2 * F, mesh.dp, args)
+
+    costs["tp"] = L * sum(2 * all_reduce_elements(b * D, mesh.tp, args) for b in B)
+    between = B  # rows of a micro-batch between two blocks
+    if args.sequence_parallel:
+        between = [part_sizes(b, mesh.tp)[mesh.tp.rank] for b in B]
+        halves = [ring_elements(b, mesh.tp) for b in B]  # one more all-gather, for the weight half
+        costs["tp"] = L * D * sum(2 * scattered + 3 * gathered for scattered, gathered in halves)
+        costs["activations"] = L * max(n * D + b * F for n, b in zip(between, B))
+    return costs
+
+
+def main():
+    args = parse_args(__file__, __doc__)
+    mesh = start_up(args)
+    state = init_state(args, mesh)
+    history = []
+    for step in range(resume(state, args, mesh), args.steps):
+        batch = [shard_batch(rows_BD, args, mesh) for rows_BD in make_batch(args, step)]
+        history.append(timed_step(train_step, state, *batch, step, args, mesh))
+        save(state, step + 1, args, mesh)
+    return finish(state, history, predict(args, mesh), args, mesh)
+
+
+if __name__ == "__main__":
+    run(main)

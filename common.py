@@ -1,0 +1,783 @@
+"""What is the same in all six scripts: the MLP, the data, start-up, timing and the final check.
+
+There is no lesson in here. Nothing in this file cuts a tensor or calls a collective on one, so you
+can read the scripts first and look up a name when you meet it.
+
+The letters in a tensor's name are its logical dimensions:
+
+    B  rows of the global batch ("tokens")        D  features of a row (d_model)
+    L  layers                                     F  hidden features of a block (d_hidden)
+
+A suffix names the dimensions of the whole tensor even where a rank holds only a part of it, so the
+algebra can be read off the names: x_BD.T @ dz_BF has the dimensions D and F.
+
+    block l:   h = relu(x @ w_in[l])      [B, F]
+               y = x + h @ w_out[l].T     [B, D]
+
+Both matrices are stored with D first, so one tensor `weights` of [L, D, 2, F] holds the whole
+model: for every layer and feature a row of w_in, then a row of w_out. Each cut falls on the same
+dimension of both, and a cut of L or D is one piece of memory, as a message must be.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+from threading import current_thread, main_thread
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+TIME_LIMIT = timedelta(seconds=60)  # of every wait for another rank; the default is 30 minutes
+ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
+ADAM_BYTES = {"float64": 16, "float32": 8, "bfloat16": 12}  # a weight's; 12 with a float32 copy
+# Largest relative difference from one device that rounding explains. Sums made in another order
+# differ in their last digit. In float32 that is 1e-7, until it puts a hidden value that is nearly
+# zero on the other side of the ReLU: one such flip changes a gradient norm by up to 1e-3.
+TOLERANCE = {"float64": 1e-10, "float32": 5e-3, "bfloat16": 1e-1}
+
+
+# ---------------------------------------------------------------------------------------- the MLP
+
+
+class State(NamedTuple):
+    """What a rank keeps between two steps. All tensors are parts of [L, D, 2, F]."""
+
+    weights: torch.Tensor  # what the matmuls read, in --dtype
+    grads: torch.Tensor  # in --dtype, summed over the micro-batches
+    master: torch.Tensor  # what Adam updates: float32 for bfloat16, else `weights` itself
+    exp_avg: torch.Tensor  # Adam's running mean of the gradient, as master
+    exp_avg_sq: torch.Tensor  # and of its square
+    layers: list  # which of the L layers they are
+
+
+def initial_weights(args):
+    """Return [L, D, 2, F] float32 (float64 if --dtype is). Every rank makes the whole model from
+    the same seed and keeps its part: a seed per rank would train a model nobody can reproduce."""
+    generator = torch.Generator().manual_seed(args.seed)
+    shape = args.layers, args.d_model, 2, args.d_hidden
+    weights = torch.randn(shape, generator=generator, dtype=torch.float64)
+    weights[:, :, 0] /= args.d_model**0.5
+    weights[:, :, 1] /= (args.d_hidden * args.layers) ** 0.5  # the sum over L blocks stays near one
+    return weights.to(args.device, torch.float64 if args.dtype == "float64" else torch.float32)
+
+
+def block_forward(x_BD, w_in_DF, w_out_DF):
+    """Return the block's output without the residual, y [B, D], and h [B, F] for backward."""
+    with span("forward", flops=4 * len(x_BD) * w_in_DF.numel()):
+        h_BF = (x_BD @ w_in_DF).relu_()
+        return h_BF @ w_out_DF.T, h_BF
+
+
+def block_backward_input(dy_BD, h_BF, w_in_DF, w_out_DF):
+    """The input half of backward: return dx [B, D], without the residual, and dz [B, F]."""
+    with span("backward input", flops=4 * len(dy_BD) * w_in_DF.numel()):
+        dz_BF = (dy_BD @ w_out_DF).mul_(h_BF > 0)
+        return dz_BF @ w_in_DF.T, dz_BF
+
+
+def block_backward_weight(x_BD, h_BF, dy_BD, dz_BF, dw_in_DF, dw_out_DF):
+    """The weight half of backward: add this micro-batch's gradients to dw_in and dw_out [D, F]."""
+    with span("backward weight", flops=4 * len(x_BD) * dw_in_DF.numel()):
+        dw_in_DF.addmm_(x_BD.T, dz_BF)
+        dw_out_DF.addmm_(dy_BD.T, h_BF)
+
+
+def adam_update(state, grads, scale, step, args):
+    """Adam (Kingma & Ba 2015, algorithm 1) on state.master; grads, of its shape, count `scale` times.
+
+    Elementwise, so any part of the weights can be updated by whoever holds its gradient."""
+    beta1, beta2 = ADAM_BETAS
+    bias1, bias2 = 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)
+    tensors = state.master, grads, state.exp_avg, state.exp_avg_sq
+    with span("adam"):
+        for layer in zip(*tensors):
+            # Pieces that stay in the cache: each is read and written several times.
+            for w, g, m, v in zip(*(tensor.view(-1).split(65536) for tensor in layer)):
+                g = g.to(w.dtype) * scale
+                m.lerp_(g, 1 - beta1)
+                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+                w.addcdiv_(m, (v / bias2).sqrt_().add_(ADAM_EPS), value=-args.lr / bias1)
+
+
+# ------------------------------------------------------------------------------- the synthetic data
+
+
+def next_state(x_BD):
+    """One step of a dynamical system: D cells in a circle, each pulled by its two neighbours."""
+    return torch.tanh(x_BD + (x_BD.roll(1, -1) - x_BD.roll(-1, -1)) / 2)
+
+
+def make_batch(args, step):
+    """Return x and t [B, D] in --dtype: B states of the system and their successors.
+
+    The batch depends on the seed and the step alone, never on the rank: whatever the layout, all
+    ranks together see the same rows."""
+    generator = torch.Generator().manual_seed(args.seed + 1_000_003 * (step + 1))
+    noise_BD = torch.randn(args.batch_size, args.d_model, generator=generator, dtype=torch.float64)
+    x_BD = next_state(noise_BD)
+    dtype = getattr(torch, args.dtype)
+    return x_BD.to(args.device, dtype), next_state(x_BD).to(args.device, dtype)
+
+
+# ----------------------------------------------------------------------- trace: who did what, when
+
+
+class Span(NamedTuple):
+    name: str  # "forward", "send", "wait", …
+    start: float  # seconds
+    end: float
+    thread: str  # "main", or the axis whose communication thread it is
+    axis: str | None
+    flops: int
+    bytes: int
+    note: str  # chapter 4's micro-batch number, for the picture
+
+
+trace = []  # the spans of the current step
+activations = {"bytes": 0, "alive": 0}  # the peak of the current step
+current = {"note": ""}
+
+
+@contextmanager
+def span(name, axis=None, flops=0, bytes=0):
+    """Write down what the body does and how long it takes."""
+    start = perf_counter()
+    yield
+    trace.append(
+        Span(name, start, perf_counter(), thread_name(), axis, flops, bytes, current["note"])
+    )
+
+
+def thread_name():
+    thread = current_thread()
+    return "main" if thread is main_thread() else thread.name.split("_")[0]
+
+
+def communicates(collective):
+    """Decorator for collective(operand, axis, …): its span shows in the picture and the report."""
+
+    @wraps(collective)
+    def wrapper(operand, axis, *more):
+        with span(collective.__name__, axis.name):
+            return collective(operand, axis, *more)
+
+    return wrapper
+
+
+class Message(NamedTuple):
+    """A send or receive under way. Holds on to the tensor: freed or overwritten before the message
+    has left, it would be the wrong numbers that arrive."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+    axis: "Axis"
+
+    def wait(self):
+        with span("wait", self.axis.name):
+            self.work.wait()
+
+
+def isend(tensor, dst, axis, tag=0):
+    """As torch.distributed.isend, to rank dst of the axis; the bytes are counted."""
+    nbytes = tensor.numel() * tensor.element_size()
+    with span("send", axis.name, bytes=nbytes):
+        work = dist.isend(must_be_contiguous(tensor), group=axis.group, group_dst=dst, tag=tag)
+    return Message(work, tensor, axis)
+
+
+def irecv(tensor, src, axis, tag=0):
+    """As torch.distributed.irecv, from rank src of the axis."""
+    work = dist.irecv(must_be_contiguous(tensor), group=axis.group, group_src=src, tag=tag)
+    return Message(work, tensor, axis)
+
+
+def must_be_contiguous(tensor):
+    # A strided view is sent as if it were contiguous: the wrong elements, and no error.
+    if not tensor.is_contiguous():
+        raise ValueError(f"a message must be contiguous in memory, not {tensor.stride()}")
+    return tensor
+
+
+buffers = {}
+
+
+def scratch(name, shape, like):
+    """Return the buffer of this name: to allocate it anew in each step can cost more than to add."""
+    key = name, shape, like.dtype
+    if key not in buffers:
+        buffers[key] = like.new_empty(shape)
+    return buffers[key]
+
+
+def track_activations(*groups):
+    """Note the peak of what is kept for backward: {micro-batch: a list with tensors, per layer}."""
+    microbatches = [saved for group in groups for saved in group.values()]
+    nbytes = sum(tensor.nbytes for tensor in flatten(microbatches))
+    activations["bytes"] = max(activations["bytes"], nbytes)
+    activations["alive"] = max(activations["alive"], len(microbatches))
+
+
+def flatten(nested):
+    """Yield the tensors in lists of lists or tuples."""
+    for item in nested:
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, list | tuple):
+            yield from flatten(item)
+
+
+class Step(NamedTuple):
+    """What is kept of a training step."""
+
+    loss: float
+    norm: float
+    seconds: float
+    trace: list
+
+
+def timed_step(train_step, state, x_BD, t_BD, step, args, mesh):
+    """Run one training step on all ranks at once, print its line and return its Step."""
+    dist.barrier()
+    trace.clear()
+    start = perf_counter()
+    loss, norm = train_step(state, x_BD, t_BD, step, args, mesh)
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    seconds = perf_counter() - start
+    current["note"] = ""
+    loss, norm = float(loss), float(norm)
+    print0(f"step {step:3d}  loss {loss:.6f}  grad norm {norm:.5f}  {1e3 * seconds:6.1f} ms")
+    spans = [s._replace(start=s.start - start, end=s.end - start) for s in trace]
+    return Step(loss, norm, seconds, spans)
+
+
+# ------------------------------------------------------------------- the command line, start, end
+
+
+class BadInput(Exception):
+    """Something the user can mend: ends as one line on standard error and exit code 2."""
+
+
+def positive(text):
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def not_negative(text):
+    if int(text) < 0:
+        raise ValueError
+    return int(text)
+
+
+def above_zero(text):
+    if not 0 < float(text) < float("inf"):
+        raise ValueError
+    return float(text)
+
+
+def shares(text):
+    return [positive(share) for share in text.split(",")]
+
+
+# (chapter that introduces it, flag, what argparse needs to know). Later chapters keep them all.
+FLAGS = [
+    (1, "--layers", dict(type=positive, default=8, help="L, blocks in the stack")),
+    (1, "--d-model", dict(type=positive, default=64, help="D, features of a row")),
+    (1, "--d-hidden", dict(type=positive, default=256, help="F, hidden features of a block")),
+    (1, "--batch-size", dict(type=positive, default=256, help="B, rows of all ranks together")),
+    (1, "--microbatches", dict(type=positive, help="pieces a rank's rows run in: 1; chapter 4: 8")),
+    (1, "--steps", dict(type=not_negative, default=60)),
+    (1, "--lr", dict(type=above_zero, default=1e-3, help="Adam's learning rate")),
+    (1, "--clip-norm", dict(type=above_zero, default=1.0, help="largest global gradient norm")),
+    (1, "--seed", dict(type=not_negative, default=0)),
+    (1, "--dtype", dict(choices=list(TOLERANCE), default="float32", help="of the matmuls")),
+    (1, "--device", dict(choices=["cpu", "cuda"], help="default: cuda if each rank has a GPU")),
+    (1, "--plot", dict(metavar="FILE", help="default: plots/<script>.png; none draws nothing")),
+    (1, "--metrics", dict(metavar="FILE", help="write what was measured and predicted as JSON")),
+    (1, "--no-check", dict(action="store_true", help="skip the comparison with one device")),
+    (1, "--checkpoint", dict(metavar="DIR", help="save at the end; resume from what is there")),
+    (1, "--save-every", dict(type=positive, metavar="N", help="save every N steps as well")),
+    (2, "--collectives", dict(choices=["ring", "naive", "torch"], default="ring")),
+    (2, "--no-overlap", dict(action="store_true", help="wait for each collective at once")),
+    (2, "--batch-shares", dict(type=shares, metavar="3,1", help="rows per dp rank, as a ratio")),
+    (3, "--tp", dict(type=positive, help="ranks that share F")),
+    (3, "--sequence-parallel", dict(action="store_true", help="cut rows between the blocks")),
+    (4, "--pp", dict(type=positive, help="pipeline stages that share L")),
+    (4, "--schedule", dict(choices=["gpipe", "1f1b", "interleaved", "zb-h1"], default="1f1b")),
+    (4, "--chunks", dict(type=positive, default=2, help="interleaved: chunks of layers per rank")),
+    (5, "--zero-stage", dict(type=int, choices=[0, 1, 2, 3], default=3)),
+]
+
+
+def environment(name, default):
+    return int(os.environ.get(name, default))
+
+
+def parse_args(file, doc):
+    """Parse the flags of this chapter and all before it.
+
+    Raises BadInput later, in start_up, so that all ranks end in the same way."""
+    name, world_size = Path(file).stem, environment("WORLD_SIZE", 1)
+    chapter = int(name[:2])
+    parser = argparse.ArgumentParser(
+        f"{name}.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = fail
+    for since, flag, options in FLAGS:
+        if since <= chapter:
+            parser.add_argument(flag, **options)
+    if environment("RANK", 0) > 0 and {"-h", "--help"} & set(sys.argv):
+        sys.exit()  # rank 0 alone prints the help
+    try:
+        args = parser.parse_args()
+        args.tp, args.pp = getattr(args, "tp", 1), getattr(args, "pp", 1)
+        args.microbatches = args.microbatches or (8 if chapter == 4 else 1)
+        if chapter == 3:  # a chapter gives all ranks to its own axis, unless told otherwise
+            args.tp = args.tp or world_size
+        elif chapter == 4:
+            args.tp = args.tp or 1
+            args.pp = args.pp or max(1, world_size // args.tp)
+        args.tp, args.pp = args.tp or 1, args.pp or 1
+        args.dp = world_size // (args.tp * args.pp)
+        refuse_what_cannot_work(args, chapter, world_size)
+        args.device = pick_device(args.device)
+    except BadInput as error:
+        args = argparse.Namespace(device="cpu", problem=str(error))
+    args.script, args.plot = name, getattr(args, "plot", None) or f"plots/{name}.png"
+    return args
+
+
+def fail(message):
+    raise BadInput(message)
+
+
+def refuse_what_cannot_work(args, chapter, world_size):
+    if chapter == 1 and world_size > 1:
+        fail(f"one device, so one rank, not {world_size}: chapter 2 is the first to use more")
+    if args.tp * args.pp * args.dp != world_size:
+        fail(f"--tp {args.tp} x --pp {args.pp} does not divide the {world_size} ranks")
+    if getattr(args, "schedule", "") == "interleaved" and args.microbatches % args.pp:
+        fail("--schedule interleaved needs --microbatches to be a multiple of --pp")
+    if getattr(args, "collectives", "ring") != "ring" and (
+        getattr(args, "sequence_parallel", False) or getattr(args, "zero_stage", 0)
+    ):
+        fail(
+            "--sequence-parallel and --zero-stage 1 to 3 use the ring's halves: --collectives ring"
+        )
+    if len(getattr(args, "batch_shares", None) or [1] * args.dp) != args.dp:
+        fail(f"--batch-shares needs {args.dp} numbers, one for each data-parallel rank")
+    if args.save_every and not args.checkpoint:
+        fail("--save-every needs --checkpoint DIR")
+    for path in args.metrics, args.checkpoint, None if args.plot == "none" else args.plot:
+        parent = Path(path or ".").absolute()
+        while not parent.exists() and parent != path:
+            parent = parent.parent
+        if not os.access(parent, os.W_OK) or (
+            path != args.checkpoint and Path(path or "x").is_dir()
+        ):
+            fail(f"cannot write to {path}")
+
+
+def pick_device(wanted):
+    """Return "cuda" if every rank of this machine can have a GPU of its own, else "cpu"."""
+    gpus, ranks = torch.cuda.device_count(), environment("LOCAL_WORLD_SIZE", 1)
+    if wanted == "cuda" and gpus < ranks:
+        fail(f"--device cuda: {ranks} ranks on this machine, but {gpus} GPUs")
+    return wanted or ("cuda" if gpus >= ranks else "cpu")
+
+
+@dataclass
+class Axis:
+    """One axis of the mesh, as one rank sees it."""
+
+    name: str  # "dp", "tp" or "pp"
+    group: dist.ProcessGroup
+    rank: int  # of this process on the axis
+    size: int
+    pending: list = field(default_factory=list)  # futures of what `thread` has been given to do
+
+    def __post_init__(self):
+        self.prev_rank, self.next_rank = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        # Messages of a group match in the order they are posted, so two threads on one group would
+        # mix up each other's. This is the one thread that may talk while the main thread computes.
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+
+
+@dataclass
+class Mesh:
+    """The ranks as a grid [pp, dp, tp]; the axes that a chapter does not know yet have size 1."""
+
+    devices: dist.device_mesh.DeviceMesh
+    pp: Axis
+    dp: Axis
+    tp: Axis
+
+
+def start_up(args):
+    """Join the other ranks, agree with them that work can begin, and return the Mesh."""
+    if args.device == "cuda":
+        torch.cuda.set_device(environment("LOCAL_RANK", 0))
+    else:  # share the cores: more threads than cores only wait for each other
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // environment("LOCAL_WORLD_SIZE", 1)))
+    if not dist.is_initialized():
+        backend = "nccl" if args.device == "cuda" else "gloo"
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=TIME_LIMIT, **alone)
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, getattr(args, "problem", None))
+    if any(problems):
+        # Together, or the launcher would end the others before they could set their exit code.
+        write_error(f"{args.script}.py: {next(filter(None, problems))}")
+        dist.barrier()
+        os._exit(2)
+    devices = init_device_mesh(args.device, (args.pp, args.dp, args.tp), mesh_dim_names=AXES)
+    axes = [
+        Axis(name, devices.get_group(name), devices.get_local_rank(name), devices.size(i))
+        for i, name in enumerate(AXES)
+    ]
+    return Mesh(devices, *axes)
+
+
+AXES = ("pp", "dp", "tp")
+
+
+def write_error(line):
+    if environment("RANK", 0) == 0:
+        sys.stderr.write(f"{line}\n")  # one call, so that no other rank's line falls into it
+
+
+def print0(line):
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def run(main):
+    """Run a script's main; whatever happens, this rank ends, and with the right exit code."""
+    try:
+        code = main()
+    except BaseException as error:  # KeyboardInterrupt too
+        if isinstance(error, SystemExit):
+            raise
+        rank = environment("RANK", 0)
+        sys.stderr.write(
+            "".join(f"rank {rank}: {line}\n" for line in traceback.format_exc().splitlines())
+        )
+        sys.stderr.flush()
+        # Not sys.exit: it would wait for a communication thread that waits for a lost rank.
+        os._exit(1)
+    sys.exit(code)
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def placements(args):
+    """How master and Adam's state [D, F] of a layer lie on the (dp, tp) ranks of its stage."""
+    return [Shard(0) if getattr(args, "zero_stage", 0) else Replicate(), Shard(1)]
+
+
+def as_dtensors(state, args, mesh):
+    """Return {key: DTensor [D, F]} of the layers that this rank holds a part of."""
+    tensors = {"": state.master, ".exp_avg": state.exp_avg, ".exp_avg_sq": state.exp_avg_sq}
+    return {
+        f"{'adam.' if suffix else ''}layers.{layer}.{name}{suffix}": DTensor.from_local(
+            tensor[l, :, i],
+            mesh.devices["dp", "tp"],
+            placements(args),
+            run_check=False,
+            shape=(args.d_model, args.d_hidden),
+            stride=(args.d_hidden, 1),
+        )
+        for suffix, tensor in tensors.items()
+        for l, layer in enumerate(state.layers)
+        for i, name in enumerate(("w_in", "w_out"))
+    }
+
+
+def saved_steps(directory):
+    """Return the steps that have a complete checkpoint, oldest first."""
+    return sorted(int(path.name[5:]) for path in Path(directory).glob("step-*[0-9]"))
+
+
+def save(state, step, args, mesh):
+    """Save after the last step and every --save-every, if there is a --checkpoint DIR.
+
+    Written under another name and then renamed, so a checkpoint is complete or absent."""
+    due = step == args.steps or (args.save_every and step % args.save_every == 0)
+    if not (args.checkpoint and due):
+        return
+    directory = Path(args.checkpoint)
+    unfinished = directory / f"unfinished-{step}"
+    tensors = as_dtensors(state, args, mesh) | {"step": torch.tensor(step)}
+    dcp.save(tensors, checkpoint_id=unfinished)
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory / f"step-{step}", ignore_errors=True)
+        unfinished.rename(directory / f"step-{step}")
+        for old in saved_steps(directory)[:-2]:
+            shutil.rmtree(directory / f"step-{old}")
+    dist.barrier()
+
+
+def resume(state, args, mesh):
+    """Load the newest checkpoint, whatever layout wrote it, and return the step to go on with."""
+    steps = saved_steps(args.checkpoint) if args.checkpoint else []
+    if not steps:
+        return 0
+    dcp.load(
+        as_dtensors(state, args, mesh), checkpoint_id=Path(args.checkpoint) / f"step-{steps[-1]}"
+    )
+    print0(f"resumed from {args.checkpoint}/step-{steps[-1]}")
+    return steps[-1]
+
+
+# --------------------------------------------------------------- the check: the same on one device
+
+
+def reference_run(args):
+    """Yield (loss, gradient norm, weights) after each step of the same training by torch's own
+    autograd, Adam and clip_grad_norm_ on one device: nothing of it is the code under test."""
+    weights = initial_weights(args).requires_grad_()
+    adam = torch.optim.Adam([weights], lr=args.lr, betas=ADAM_BETAS, eps=ADAM_EPS)
+    for step in range(args.steps):
+        x_BD, t_BD = make_batch(args, step)
+        for layer in weights.to(x_BD.dtype):
+            w_in_DF, w_out_DF = layer.unbind(1)
+            x_BD = x_BD + torch.relu(x_BD @ w_in_DF) @ w_out_DF.T
+        loss = (x_BD - t_BD).double().square().mean()
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_([weights], args.clip_norm)
+        adam.step()
+        yield loss.item(), norm.item(), weights.detach()
+
+
+def compare_with_one_device(state, history, args, mesh):
+    """Return {what: largest relative difference of any rank from reference_run, which rank 0 makes.
+
+    Each rank compares what it holds itself, so that copies that drifted apart can't hide."""
+    losses_and_norms = torch.zeros(2, args.steps, dtype=torch.float64, device=args.device)
+    weights = initial_weights(args)
+    reference = reference_run(args)
+    for step in range(args.steps):
+        if dist.get_rank() == 0:
+            losses_and_norms[0, step], losses_and_norms[1, step], weights = next(reference)
+        dist.barrier()  # after each step, as a long reference run would outlast the time limit
+    dist.broadcast(losses_and_norms, 0)
+    dist.broadcast(weights, 0)
+    ours = torch.tensor(
+        [(s.loss, s.norm) for s in history], dtype=torch.float64, device=args.device
+    )
+    wanted = losses_and_norms[:, args.steps - len(history) :]
+    if history:
+        relative = ((ours.T - wanted) / wanted).abs().amax(1)
+    else:
+        relative = torch.zeros(2)
+    shape, offset = compute_local_shape_and_global_offset(
+        (args.d_model, args.d_hidden), mesh.devices["dp", "tp"], placements(args)
+    )
+    d, f = (slice(start, start + size) for start, size in zip(offset, shape))
+    wanted = weights[state.layers][:, d, :, f]
+    error = ((state.master - wanted).norm() / weights[state.layers].norm().clamp(min=1e-30)).item()
+    every_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(every_rank, [*relative.tolist(), error])
+    names = "losses", "gradient norms", "weights"
+    # A NaN is a difference: max() alone would pass over it.
+    worst = [max(values, key=lambda v: (v != v, v)) for values in zip(*every_rank)]
+    return dict(zip(names, worst))
+
+
+# --------------------------------------------------------------------------------------- the report
+
+
+def storage_bytes(*tensors):
+    """Return the bytes that are kept alive, counting what two tensors share once."""
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
+    )
+
+
+def measured_costs(state, history):
+    """Return for this rank the bytes sent in each step, by axis, and the bytes it holds."""
+    tensors = state.weights, state.master, state.exp_avg, state.exp_avg_sq
+    weights = storage_bytes(state.weights)
+    return {
+        "sent": [
+            {axis: sum(s.bytes for s in step.trace if s.axis == axis) for axis in AXES}
+            for step in history
+        ],
+        "memory": {
+            "weights": weights,
+            "gradients": storage_bytes(state.grads),
+            "optimizer": storage_bytes(*tensors) - weights,
+            "activations": activations["bytes"],
+        },
+        "alive": activations["alive"],
+    }
+
+
+def predicted_costs(costs, args):
+    """Return the same in bytes from what a script's `predict` gives in elements."""
+    s = getattr(torch, args.dtype).itemsize
+    memory = {what: s * costs[what] for what in ("weights", "gradients", "activations")}
+    memory["optimizer"] = ADAM_BYTES[args.dtype] * costs["updated"]
+    sent = {axis: s * costs.get(axis, 0) for axis in AXES}
+    return {"sent": sent, "memory": memory} | {k: costs.get(k, 0) for k in ("alive", "bubble")}
+
+
+def median_step(history):
+    """Return the number of the median step, as rank 0 timed it, for all ranks."""
+    order = sorted(range(len(history)), key=lambda i: history[i].seconds)
+    chosen = torch.tensor(order[len(order) // 2] if order else 0)
+    dist.broadcast(chosen, 0)
+    return int(chosen)
+
+
+def split_time(step):
+    """Return (compute, exposed communication, other) of a step's main thread, in seconds."""
+    mine = sorted((s for s in step.trace if s.thread == "main"), key=lambda s: s.start)
+    compute = sum(s.end - s.start for s in mine if s.axis is None)
+    exposed = end = 0.0
+    for s in mine:  # a collective's span holds the spans of its messages: count the outer one
+        if s.axis and s.end > end:
+            exposed, end = exposed + s.end - max(s.start, end), s.end
+    return compute, exposed, step.seconds - compute - exposed
+
+
+def bubble(traces):
+    """Return idle time / compute time of the pipeline, from the first block to the last."""
+    blocks = [[s for s in trace if s.flops] for trace in traces]
+    busy = statistics.mean(sum(s.end - s.start for s in rank) for rank in blocks)
+    flat = [s for rank in blocks for s in rank]
+    return (max(s.end for s in flat) - min(s.start for s in flat)) / busy - 1
+
+
+def finish(state, history, predicted, args, mesh):
+    """Check, report, write --metrics and --plot, leave together; return the exit code."""
+    differences = {} if args.no_check else compare_with_one_device(state, history, args, mesh)
+    measured, predicted = measured_costs(state, history), predicted_costs(predicted, args)
+    measured["trace"] = history[median_step(history)].trace if history else []
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (measured, predicted))
+    measured, predicted = zip(*ranks)
+    complaints = [
+        f"{what} differ from one device by {difference:.1e}, more than {TOLERANCE[args.dtype]:.0e}"
+        for what, difference in differences.items()
+        if not difference <= TOLERANCE[args.dtype]
+    ] + ([] if args.no_check else wrong_costs(measured, predicted, args))
+    if dist.get_rank() == 0:
+        print_report(state, history, measured, predicted, differences, args)
+        for complaint in complaints:
+            print(f"FAILED: {complaint}")
+        if args.metrics:
+            write_metrics(history, measured, predicted, differences, complaints, args)
+        if args.plot != "none":
+            draw(history, measured, predicted, args)
+    dist.barrier()  # without it, the first to leave may tear the connection from under the last
+    dist.destroy_process_group()
+    return 1 if complaints else 0
+
+
+def wrong_costs(measured, predicted, args):
+    """Return a line for each cost that the formula does not give to the byte."""
+    lines = []
+    for rank, (m, p) in enumerate(zip(measured, predicted)):
+        for axis in counted_axes(args):
+            for sent in m["sent"]:
+                if sent[axis] != p["sent"][axis]:
+                    lines.append(
+                        f"rank {rank} sent {sent[axis]:,} B over {axis}, not {p['sent'][axis]:,}"
+                    )
+                    break
+        for what, nbytes in p["memory"].items():
+            if m["sent"] and m["memory"][what] != nbytes:
+                lines.append(f"rank {rank} held {m['memory'][what]:,} B of {what}, not {nbytes:,}")
+    return lines
+
+
+def counted_axes(args):
+    """The axes whose messages are our own: what torch's collectives send can't be seen from here."""
+    return ("pp",) if getattr(args, "collectives", "") == "torch" else AXES
+
+
+def print_report(state, history, measured, predicted, differences, args):
+    if history:
+        median = sorted(history, key=lambda s: s.seconds)[len(history) // 2]
+        times = [1e3 * t for t in (median.seconds, *split_time(median))]
+        print(
+            "step {:.1f} ms (median) = compute {:.1f} + exposed communication {:.1f}"
+            " + other {:.1f}".format(*times)
+        )
+        for axis in AXES:
+            expected = predicted[0]["sent"][axis]
+            if expected and axis in counted_axes(args):
+                sent = measured[0]["sent"][-1][axis]
+                print(f"sent per step over {axis} by rank 0: {sent:,} B (predicted {expected:,})")
+            elif expected:
+                print(
+                    f"sent per step over {axis}: inside torch, not counted (predicted {expected:,} B)"
+                )
+    print("memory of rank 0, in bytes (predicted):")
+    for what, nbytes in measured[0]["memory"].items():
+        print(f"  {what:11} {nbytes:13,} ({predicted[0]['memory'][what]:,})")
+    if args.pp > 1 and history:
+        print(
+            f"bubble / compute {bubble([m['trace'] for m in measured]):.3f}"
+            f" (predicted {predicted[0]['bubble']:.3f})"
+        )
+        if environment("LOCAL_WORLD_SIZE", 1) > (os.cpu_count() or 1):
+            print(
+                "  more stages than cores here: they take turns, so the measured one is too large"
+            )
+    if differences:
+        print(
+            f"same as one device: losses, gradient norms, weights within {max(differences.values()):.0e}"
+        )
+
+
+def write_metrics(history, measured, predicted, differences, complaints, args):
+    costs = {
+        "bytes_sent": [m["sent"][-1] if m["sent"] else {} for m in measured],
+        "bytes_predicted": [p["sent"] for p in predicted],
+        "memory_bytes": [
+            {
+                what: {"measured": m["memory"][what], "predicted": p["memory"][what]}
+                for what in m["memory"]
+            }
+            for m, p in zip(measured, predicted)
+        ],
+    }
+    result = {
+        "script": args.script,
+        "config": vars(args),
+        "axes": {"dp": args.dp, "tp": args.tp, "pp": args.pp},
+        "losses": [s.loss for s in history],
+        "grad_norms": [s.norm for s in history],
+        "step_seconds": [s.seconds for s in history],
+        "check": {
+            "max_rel_diff": max(differences.values(), default=None),
+            "passed": not complaints,
+        },
+    }
+    Path(args.metrics).write_text(json.dumps(result | costs, indent=1))
+
+
+def draw(history, measured, predicted, args):
+    pass
