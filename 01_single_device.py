@@ -1,9 +1,9 @@
 """Chapter 1: train a stack of MLP blocks on one device, with nothing hidden.
 
 Forward, backward, gradient clipping and Adam are written out, and the run ends by comparing itself
-with torch's autograd and torch.optim.Adam. All later chapters are this file plus a few lines, so the
-functions that will be filled are here already: one device is the trivial way to shard a batch, the
-weights and the state. `args` is the command line; `mesh` says where this rank is: here, alone.
+with torch's autograd and torch.optim.Adam. Every later chapter is this file and some lines more, so
+the functions that they fill are here already: one device is the trivial way to shard a batch and
+the weights. `args` is the command line; `mesh` says where this rank is among others: here, alone.
 
     layout   x [B, D], weights [L, D, 2, F]: everything on one device
     moves    nothing

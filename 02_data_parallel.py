@@ -56,8 +56,6 @@ def ring_reduce_scatter(chunks, axis):
     adds its own. Each rank sends all chunks but its own: (n-1)/n of the whole, the least possible
     (Patarasuk & Yuan 2009)."""
     n, rank = axis.size, axis.rank
-    if n == 1:
-        return
     order = [(rank - 1 - hop) % n for hop in range(n)]  # the neighbour's chunk first, mine last
     inbox = [scratch(f"{axis.name} {i}", chunk.shape, chunk) for i, chunk in enumerate(chunks)]
     # Receives before sends: gloo announces a receive on the connection that carries the data the
@@ -77,8 +75,6 @@ def ring_reduce_scatter(chunks, axis):
 def ring_all_gather(chunks, axis, received=None):
     """Copy each rank's chunks[rank] to all ranks, by another round. Costs as much as the first."""
     n, rank = axis.size, axis.rank
-    if n == 1:
-        return
     order = [(rank - hop) % n for hop in range(n)]  # mine first, the next neighbour's last
     received = received or receive_chunks(chunks, axis)
     sent = [isend(chunks[rank], axis.next_rank, axis, tag=1)]
@@ -139,10 +135,10 @@ def start(collective, *operands):
     axis and args, while this thread computes on. What it reads and writes is its own until the
     future returned here is done, or `join` is."""
     axis, args = operands[-2:]
+    if axis.size == 1 or args.no_overlap:
+        return collective(*operands)
     future = axis.thread.submit(collective, *operands)
     axis.pending.append(future)
-    if args.no_overlap:
-        join(axis)
     return future
 
 
@@ -153,16 +149,16 @@ def join(axis):
 
 
 def wait(future, axis):
-    with span("wait", axis.name):
-        future.result()
+    if future is not None:  # None: it was done at once
+        with span("wait", axis.name):
+            future.result()
 
 
 def sum_over(number, *axes):
     """Return the sum of a number over the axes. One number is all latency and no bytes, and no
     lesson: torch's all-reduce will do, and its few bytes are not counted."""
     for axis in axes:
-        with span("wait", axis.name):
-            dist.all_reduce(number, group=axis.group)
+        torch_all_reduce(number, axis)
     return number
 
 

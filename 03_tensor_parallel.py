@@ -1,7 +1,7 @@
 """Chapter 3: cut the hidden features F over the ranks, and sum activations in every block.
 
-    layout   weights [L, D, 2, F/Y], h [B/X, F/Y] on each of Y tensor-parallel (tp) ranks; x [B/X, D]
-             on all Y, or with --sequence-parallel x [B/XY, D] between the blocks
+    layout   weights [L, D, 2, F/Y] and h [B/X, F/Y] on each of Y tensor-parallel (tp) ranks;
+             x [B/X, D] on all Y, or with --sequence-parallel x [B/XY, D] between the blocks
     moves    y [B/X, D] after a block's forward and dx after the input half of its backward: each is
              a partial sum over F, made whole by an all-reduce over tp
     costs    per layer 2 all-reduces of [B/X, D], whatever F is; nobody can compute on without y
@@ -57,8 +57,6 @@ def ring_reduce_scatter(chunks, axis):
     adds its own. Each rank sends all chunks but its own: (n-1)/n of the whole, the least possible
     (Patarasuk & Yuan 2009)."""
     n, rank = axis.size, axis.rank
-    if n == 1:
-        return
     order = [(rank - 1 - hop) % n for hop in range(n)]  # the neighbour's chunk first, mine last
     inbox = [scratch(f"{axis.name} {i}", chunk.shape, chunk) for i, chunk in enumerate(chunks)]
     # Receives before sends: gloo announces a receive on the connection that carries the data the
@@ -78,8 +76,6 @@ def ring_reduce_scatter(chunks, axis):
 def ring_all_gather(chunks, axis, received=None):
     """Copy each rank's chunks[rank] to all ranks, by another round. Costs as much as the first."""
     n, rank = axis.size, axis.rank
-    if n == 1:
-        return
     order = [(rank - hop) % n for hop in range(n)]  # mine first, the next neighbour's last
     received = received or receive_chunks(chunks, axis)
     sent = [isend(chunks[rank], axis.next_rank, axis, tag=1)]
@@ -140,10 +136,10 @@ def start(collective, *operands):
     axis and args, while this thread computes on. What it reads and writes is its own until the
     future returned here is done, or `join` is."""
     axis, args = operands[-2:]
+    if axis.size == 1 or args.no_overlap:
+        return collective(*operands)
     future = axis.thread.submit(collective, *operands)
     axis.pending.append(future)
-    if args.no_overlap:
-        join(axis)
     return future
 
 
@@ -154,16 +150,16 @@ def join(axis):
 
 
 def wait(future, axis):
-    with span("wait", axis.name):
-        future.result()
+    if future is not None:  # None: it was done at once
+        with span("wait", axis.name):
+            future.result()
 
 
 def sum_over(number, *axes):
     """Return the sum of a number over the axes. One number is all latency and no bytes, and no
     lesson: torch's all-reduce will do, and its few bytes are not counted."""
     for axis in axes:
-        with span("wait", axis.name):
-            dist.all_reduce(number, group=axis.group)
+        torch_all_reduce(number, axis)
     return number
 
 

@@ -63,8 +63,6 @@ def ring_reduce_scatter(chunks, axis):
     adds its own. Each rank sends all chunks but its own: (n-1)/n of the whole, the least possible
     (Patarasuk & Yuan 2009)."""
     n, rank = axis.size, axis.rank
-    if n == 1:
-        return
     order = [(rank - 1 - hop) % n for hop in range(n)]  # the neighbour's chunk first, mine last
     inbox = [scratch(f"{axis.name} {i}", chunk.shape, chunk) for i, chunk in enumerate(chunks)]
     # Receives before sends: gloo announces a receive on the connection that carries the data the
@@ -84,8 +82,6 @@ def ring_reduce_scatter(chunks, axis):
 def ring_all_gather(chunks, axis, received=None):
     """Copy each rank's chunks[rank] to all ranks, by another round. Costs as much as the first."""
     n, rank = axis.size, axis.rank
-    if n == 1:
-        return
     order = [(rank - hop) % n for hop in range(n)]  # mine first, the next neighbour's last
     received = received or receive_chunks(chunks, axis)
     sent = [isend(chunks[rank], axis.next_rank, axis, tag=1)]
@@ -146,10 +142,10 @@ def start(collective, *operands):
     axis and args, while this thread computes on. What it reads and writes is its own until the
     future returned here is done, or `join` is."""
     axis, args = operands[-2:]
+    if axis.size == 1 or args.no_overlap:
+        return collective(*operands)
     future = axis.thread.submit(collective, *operands)
     axis.pending.append(future)
-    if args.no_overlap:
-        join(axis)
     return future
 
 
@@ -160,16 +156,16 @@ def join(axis):
 
 
 def wait(future, axis):
-    with span("wait", axis.name):
-        future.result()
+    if future is not None:  # None: it was done at once
+        with span("wait", axis.name):
+            future.result()
 
 
 def sum_over(number, *axes):
     """Return the sum of a number over the axes. One number is all latency and no bytes, and no
     lesson: torch's all-reduce will do, and its few bytes are not counted."""
     for axis in axes:
-        with span("wait", axis.name):
-            dist.all_reduce(number, group=axis.group)
+        torch_all_reduce(number, axis)
     return number
 
 
@@ -179,7 +175,7 @@ def sum_over(number, *axes):
 
 
 def gpipe(p, stage, m, chunks):
-    """All forwards, then all backwards (Huang et al. 2019). All m micro-batches are alive at once."""
+    """All forwards, then all backwards (Huang et al. 2019). All m are alive at once."""
     return [("F", i, 0) for i in range(m)] + [("B", i, 0) for i in range(m)]
 
 
@@ -192,9 +188,8 @@ def one_f_one_b(p, stage, m, chunks):
 def interleaved(p, stage, m, chunks):
     """1F1B with `chunks` thin stages on each rank, which a group of p micro-batches visits in turn:
     the pipeline fills in steps of a thin stage (Narayanan et al. 2021, section 2.2)."""
-    order = [
-        (i, c) for first in range(0, m, p) for c in range(chunks) for i in range(first, first + p)
-    ]
+    groups = range(0, m, p)
+    order = [(g + i, c) for g in groups for c in range(chunks) for i in range(p)]
     forwards = [("F", i, c) for i, c in order]
     backwards = [("B", i, chunks - 1 - c) for i, c in order]
     return alternate(forwards, backwards, warm_up=2 * (p - stage - 1) + (chunks - 1) * p)
@@ -536,7 +531,7 @@ def all_reduce_elements(size, axis, args):
 
 
 def peak_of_saved(actions, x_h, dy_dz):
-    """Return the most elements that are saved for backward at a time, and in how many micro-batches.
+    """Return the most elements saved for backward at a time, and the most micro-batches alive.
 
     x_h and dy_dz say, by (micro-batch, chunk), what forward saves and what waits for its W."""
     split = any(kind == "W" for kind, _, _ in actions)
@@ -579,7 +574,7 @@ def predict(args, mesh):
     layers = [len(layers_of(stage, p * len(stages), args)) for stage in stages]
     x_h = {(i, c): n * (between[i] * D + B[i] * F) for i in range(m) for c, n in enumerate(layers)}
     dy_dz = {(i, c): n * B[i] * (D + F) for i in range(m) for c, n in enumerate(layers)}
-    costs["activations"], costs["alive"] = peak_of_saved(actions, x_h, dy_dz)
+    costs["activations"], costs["microbatches"] = peak_of_saved(actions, x_h, dy_dz)
     # In parts of the compute time; a third as long where a block's F, B and W take as long as each.
     costs["bubble"] = (p - 1) / m / {"interleaved": len(stages), "zb-h1": 3}.get(args.schedule, 1)
 

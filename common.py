@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import wraps
+from itertools import groupby
 from pathlib import Path
 from threading import current_thread, main_thread
 from time import perf_counter
@@ -99,7 +100,7 @@ def block_backward_weight(x_BD, h_BF, dy_BD, dz_BF, dw_in_DF, dw_out_DF):
 
 
 def adam_update(state, grads, scale, step, args):
-    """Adam (Kingma & Ba 2015, algorithm 1) on state.master; grads, of its shape, count `scale` times.
+    """Adam (Kingma & Ba 2015, algorithm 1) on state.master, by `scale` times grads.
 
     Elementwise, so any part of the weights can be updated by whoever holds its gradient."""
     beta1, beta2 = ADAM_BETAS
@@ -150,7 +151,10 @@ class Span(NamedTuple):
 
 
 trace = []  # the spans of the current step
-activations = {"bytes": 0, "alive": 0}  # the peak of the current step
+peak = {
+    "activations": 0,
+    "microbatches": 0,
+}  # most bytes saved for backward at a time, and in how many
 current = {"note": ""}
 
 
@@ -170,12 +174,14 @@ def thread_name():
 
 
 def communicates(collective):
-    """Decorator for collective(operand, axis, …): its span shows in the picture and the report."""
+    """Decorator for collective(operand, axis, ...): record a span around it. On an axis of one rank
+    there is nobody to talk to, and nothing is done."""
 
     @wraps(collective)
     def wrapper(operand, axis, *more):
-        with span(collective.__name__, axis.name):
-            return collective(operand, axis, *more)
+        if axis.size > 1:
+            with span(collective.__name__, axis.name):
+                collective(operand, axis, *more)
 
     return wrapper
 
@@ -229,8 +235,8 @@ def track_activations(*groups):
     """Note the peak of what is kept for backward: {micro-batch: a list with tensors, per layer}."""
     microbatches = [saved for group in groups for saved in group.values()]
     nbytes = sum(tensor.nbytes for tensor in flatten(microbatches))
-    activations["bytes"] = max(activations["bytes"], nbytes)
-    activations["alive"] = max(activations["alive"], len(microbatches))
+    peak["activations"] = max(peak["activations"], nbytes)
+    peak["microbatches"] = max(peak["microbatches"], len(microbatches))
 
 
 def flatten(nested):
@@ -395,6 +401,10 @@ def refuse_what_cannot_work(args, chapter, world_size):
             fail(f"cannot write to {path}")
 
 
+def usable_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def pick_device(wanted):
     """Return "cuda" if every rank of this machine can have a GPU of its own, else "cpu"."""
     gpus, ranks = torch.cuda.device_count(), environment("LOCAL_WORLD_SIZE", 1)
@@ -435,8 +445,7 @@ def start_up(args):
     if args.device == "cuda":
         torch.cuda.set_device(environment("LOCAL_RANK", 0))
     else:  # share the cores: more threads than cores only wait for each other
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // environment("LOCAL_WORLD_SIZE", 1)))
+        torch.set_num_threads(max(1, usable_cores() // environment("LOCAL_WORLD_SIZE", 1)))
     if not dist.is_initialized():
         backend = "nccl" if args.device == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -570,53 +579,47 @@ def reference_run(args):
 
 
 def compare_with_one_device(state, history, args, mesh):
-    """Return {what: largest relative difference of any rank from reference_run, which rank 0 makes.
+    """Return ({what: largest relative difference of any rank from the reference}, its losses).
 
-    Each rank compares what it holds itself, so that copies that drifted apart can't hide."""
-    losses_and_norms = torch.zeros(2, args.steps, dtype=torch.float64, device=args.device)
-    weights = initial_weights(args)
-    reference = reference_run(args)
+    Rank 0 makes the reference run. Each rank compares what it holds itself, so that copies which
+    have drifted apart can't hide behind rank 0's."""
+    reference, curves = reference_run(args), torch.zeros(2, args.steps, dtype=torch.float64)
+    curves, weights = curves.to(args.device), initial_weights(args)
     for step in range(args.steps):
         if dist.get_rank() == 0:
-            losses_and_norms[0, step], losses_and_norms[1, step], weights = next(reference)
-        dist.barrier()  # after each step, as a long reference run would outlast the time limit
-    dist.broadcast(losses_and_norms, 0)
+            curves[0, step], curves[1, step], weights = next(reference)
+        dist.barrier()  # each step: to wait for all of a long run would exceed the time limit
+    dist.broadcast(curves, 0)
     dist.broadcast(weights, 0)
-    ours = torch.tensor(
-        [(s.loss, s.norm) for s in history], dtype=torch.float64, device=args.device
-    )
-    wanted = losses_and_norms[:, args.steps - len(history) :]
-    if history:
-        relative = ((ours.T - wanted) / wanted).abs().amax(1)
-    else:
-        relative = torch.zeros(2)
+    ours = torch.tensor([(step.loss, step.norm) for step in history]).to(curves).reshape(-1, 2).T
+    theirs = curves[:, args.steps - len(history) :]
+    differences = ((ours - theirs) / theirs).abs().nan_to_num(nan=torch.inf)
+    losses, norms = differences.amax(1).tolist() if history else (0.0, 0.0)
+
     shape, offset = compute_local_shape_and_global_offset(
         (args.d_model, args.d_hidden), mesh.devices["dp", "tp"], placements(args)
     )
     d, f = (slice(start, start + size) for start, size in zip(offset, shape))
-    wanted = weights[state.layers][:, d, :, f]
-    error = ((state.master - wanted).norm() / weights[state.layers].norm().clamp(min=1e-30)).item()
+    mine = weights[list(state.layers)]
+    error = (state.master - mine[:, d, :, f]).norm() / max(mine.norm().item(), 1e-30)
     every_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(every_rank, [*relative.tolist(), error])
+    dist.all_gather_object(every_rank, (losses, norms, error.nan_to_num(nan=torch.inf).item()))
     names = "losses", "gradient norms", "weights"
-    # A NaN is a difference: max() alone would pass over it.
-    worst = [max(values, key=lambda v: (v != v, v)) for values in zip(*every_rank)]
-    return dict(zip(names, worst))
+    return dict(zip(names, map(max, *every_rank, (0, 0, 0)))), curves[0].tolist()
 
 
 # --------------------------------------------------------------------------------------- the report
 
 
 def storage_bytes(*tensors):
-    """Return the bytes that are kept alive, counting what two tensors share once."""
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
+    """Return the bytes kept alive by the tensors, counting what two of them share once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def measured_costs(state, history):
     """Return for this rank the bytes sent in each step, by axis, and the bytes it holds."""
-    tensors = state.weights, state.master, state.exp_avg, state.exp_avg_sq
+    state_tensors = state.weights, state.master, state.exp_avg, state.exp_avg_sq
     weights = storage_bytes(state.weights)
     return {
         "sent": [
@@ -626,158 +629,241 @@ def measured_costs(state, history):
         "memory": {
             "weights": weights,
             "gradients": storage_bytes(state.grads),
-            "optimizer": storage_bytes(*tensors) - weights,
-            "activations": activations["bytes"],
+            "optimizer": storage_bytes(*state_tensors) - weights,
+            "activations": peak["activations"],
         },
-        "alive": activations["alive"],
+        "microbatches": peak["microbatches"],
+        "trace": history[median_step(history)].trace if history else [],
     }
 
 
 def predicted_costs(costs, args):
     """Return the same in bytes from what a script's `predict` gives in elements."""
     s = getattr(torch, args.dtype).itemsize
-    memory = {what: s * costs[what] for what in ("weights", "gradients", "activations")}
+    memory = {what: s * costs[what] for what in ("weights", "gradients")}
     memory["optimizer"] = ADAM_BYTES[args.dtype] * costs["updated"]
-    sent = {axis: s * costs.get(axis, 0) for axis in AXES}
-    return {"sent": sent, "memory": memory} | {k: costs.get(k, 0) for k in ("alive", "bubble")}
+    memory["activations"] = s * costs["activations"]
+    return {
+        "sent": {axis: s * costs.get(axis, 0) for axis in AXES},
+        "memory": memory,
+        "microbatches": costs.get("microbatches", 1),
+        "bubble": costs.get("bubble", 0.0),
+    }
+
+
+def counted_axes(args):
+    """The axes whose messages pass through isend: what torch's collectives send can't be seen."""
+    return ("pp",) if getattr(args, "collectives", "") == "torch" else AXES
+
+
+def wrong_costs(measured, predicted, args):
+    """Return a line for each cost that is not, to the byte, what the formula says."""
+    lines = []
+    for rank, (m, p) in enumerate(zip(measured, predicted)):
+        for axis in counted_axes(args):
+            odd = [sent[axis] for sent in m["sent"] if sent[axis] != p["sent"][axis]]
+            if odd:
+                lines.append(f"rank {rank} sent {odd[0]:,} B over {axis}, not {p['sent'][axis]:,}")
+        for what, nbytes in p["memory"].items():
+            if m["sent"] and m["memory"][what] != nbytes:
+                lines.append(f"rank {rank} held {m['memory'][what]:,} B of {what}, not {nbytes:,}")
+        if m["sent"] and m["microbatches"] != p["microbatches"]:
+            alive, expected = m["microbatches"], p["microbatches"]
+            lines.append(f"rank {rank} had {alive} micro-batches alive, not {expected}")
+    return lines
 
 
 def median_step(history):
-    """Return the number of the median step, as rank 0 timed it, for all ranks."""
+    """Return the index of the median step as rank 0 timed it, the same on all ranks."""
     order = sorted(range(len(history)), key=lambda i: history[i].seconds)
-    chosen = torch.tensor(order[len(order) // 2] if order else 0)
+    chosen = torch.tensor(order[len(order) // 2])
     dist.broadcast(chosen, 0)
     return int(chosen)
 
 
-def split_time(step):
+def split_time(trace, seconds):
     """Return (compute, exposed communication, other) of a step's main thread, in seconds."""
-    mine = sorted((s for s in step.trace if s.thread == "main"), key=lambda s: s.start)
-    compute = sum(s.end - s.start for s in mine if s.axis is None)
+    main = sorted((s for s in trace if s.thread == "main"), key=lambda s: s.start)
+    compute = sum(s.end - s.start for s in main if s.axis is None)
     exposed = end = 0.0
-    for s in mine:  # a collective's span holds the spans of its messages: count the outer one
-        if s.axis and s.end > end:
+    for s in main:
+        if s.axis and s.end > end:  # a collective's span contains its messages': count it once
             exposed, end = exposed + s.end - max(s.start, end), s.end
-    return compute, exposed, step.seconds - compute - exposed
+    return compute, exposed, seconds - compute - exposed
 
 
-def bubble(traces):
-    """Return idle time / compute time of the pipeline, from the first block to the last."""
+def pipeline_times(traces):
+    """Return when the first block began, when the last ended, and a rank's mean compute time."""
     blocks = [[s for s in trace if s.flops] for trace in traces]
     busy = statistics.mean(sum(s.end - s.start for s in rank) for rank in blocks)
-    flat = [s for rank in blocks for s in rank]
-    return (max(s.end for s in flat) - min(s.start for s in flat)) / busy - 1
+    return min(s.start for s in sum(blocks, [])), max(s.end for s in sum(blocks, [])), busy
 
 
-def finish(state, history, predicted, args, mesh):
+def finish(state, history, costs, args, mesh):
     """Check, report, write --metrics and --plot, leave together; return the exit code."""
-    differences = {} if args.no_check else compare_with_one_device(state, history, args, mesh)
-    measured, predicted = measured_costs(state, history), predicted_costs(predicted, args)
-    measured["trace"] = history[median_step(history)].trace if history else []
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (measured, predicted))
-    measured, predicted = zip(*ranks)
+    check = (lambda *_: ({}, [])) if args.no_check else compare_with_one_device
+    differences, reference = check(state, history, args, mesh)
+    every_rank = [None] * dist.get_world_size()
+    mine = measured_costs(state, history), predicted_costs(costs, args)
+    dist.all_gather_object(every_rank, mine)
+    measured, predicted = zip(*every_rank)
+    limit = TOLERANCE[args.dtype]
     complaints = [
-        f"{what} differ from one device by {difference:.1e}, more than {TOLERANCE[args.dtype]:.0e}"
+        f"{what} differ from one device by {difference:.1e}, which is more than {limit:.0e}"
         for what, difference in differences.items()
-        if not difference <= TOLERANCE[args.dtype]
-    ] + ([] if args.no_check else wrong_costs(measured, predicted, args))
+        if difference > limit
+    ]
+    complaints += [] if args.no_check else wrong_costs(measured, predicted, args)
     if dist.get_rank() == 0:
-        print_report(state, history, measured, predicted, differences, args)
-        for complaint in complaints:
-            print(f"FAILED: {complaint}")
+        lines = report(history, measured, predicted, args)
+        if differences:
+            within = max(differences.values())
+            proof = f"same as one device: losses, gradient norms, weights within {within:.0e}"
+            lines += [f"{proof}   OK"] if not complaints else []
+        print("\n".join(lines + [f"FAILED: {complaint}" for complaint in complaints]), flush=True)
         if args.metrics:
             write_metrics(history, measured, predicted, differences, complaints, args)
-        if args.plot != "none":
-            draw(history, measured, predicted, args)
-    dist.barrier()  # without it, the first to leave may tear the connection from under the last
+        if args.plot != "none" and history:
+            draw(history, reference, measured, predicted, args)
+    dist.barrier()  # without it the first to leave may tear the connection from under the last
     dist.destroy_process_group()
     return 1 if complaints else 0
 
 
-def wrong_costs(measured, predicted, args):
-    """Return a line for each cost that the formula does not give to the byte."""
-    lines = []
-    for rank, (m, p) in enumerate(zip(measured, predicted)):
-        for axis in counted_axes(args):
-            for sent in m["sent"]:
-                if sent[axis] != p["sent"][axis]:
-                    lines.append(
-                        f"rank {rank} sent {sent[axis]:,} B over {axis}, not {p['sent'][axis]:,}"
-                    )
-                    break
-        for what, nbytes in p["memory"].items():
-            if m["sent"] and m["memory"][what] != nbytes:
-                lines.append(f"rank {rank} held {m['memory'][what]:,} B of {what}, not {nbytes:,}")
+def report(history, measured, predicted, args):
+    """Return the lines that say what rank 0's steps cost, measured and (predicted)."""
+    if not history:
+        return ["no steps"]
+    m, p, seconds = measured[0], predicted[0], statistics.median(s.seconds for s in history)
+    compute, exposed, other = split_time(m["trace"], seconds)
+    lines = [
+        f"step {1e3 * seconds:.1f} ms (median) = compute {1e3 * compute:.1f}"
+        f" + exposed communication {1e3 * exposed:.1f} + other {1e3 * other:.1f}"
+    ]
+    for axis in AXES:
+        sent, expected = m["sent"][-1][axis], p["sent"][axis]
+        if axis in counted_axes(args):
+            counted = f"{sent:,} B (predicted {expected:,})"
+        else:
+            counted = f"inside torch, not counted (a ring would send {expected:,} B)"
+        lines += [f"sent per step over {axis}: {counted}"] if sent or expected else []
+    for what, nbytes in m["memory"].items():
+        lines.append(f"memory: {what:11} {nbytes:13,} B (predicted {p['memory'][what]:,})")
+    if args.pp > 1:
+        begin, end, busy = pipeline_times([each["trace"] for each in measured])
+        lines.append(
+            f"micro-batches alive: {m['microbatches']} (predicted {p['microbatches']})"
+            f"   bubble: {(end - begin) / busy - 1:.3f} of compute (predicted {p['bubble']:.3f})"
+        )
+        if environment("LOCAL_WORLD_SIZE", 1) > usable_cores():
+            lines.append("  fewer cores than ranks: stages take turns, so don't trust the measured")
     return lines
 
 
-def counted_axes(args):
-    """The axes whose messages are our own: what torch's collectives send can't be seen from here."""
-    return ("pp",) if getattr(args, "collectives", "") == "torch" else AXES
-
-
-def print_report(state, history, measured, predicted, differences, args):
-    if history:
-        median = sorted(history, key=lambda s: s.seconds)[len(history) // 2]
-        times = [1e3 * t for t in (median.seconds, *split_time(median))]
-        print(
-            "step {:.1f} ms (median) = compute {:.1f} + exposed communication {:.1f}"
-            " + other {:.1f}".format(*times)
-        )
-        for axis in AXES:
-            expected = predicted[0]["sent"][axis]
-            if expected and axis in counted_axes(args):
-                sent = measured[0]["sent"][-1][axis]
-                print(f"sent per step over {axis} by rank 0: {sent:,} B (predicted {expected:,})")
-            elif expected:
-                print(
-                    f"sent per step over {axis}: inside torch, not counted (predicted {expected:,} B)"
-                )
-    print("memory of rank 0, in bytes (predicted):")
-    for what, nbytes in measured[0]["memory"].items():
-        print(f"  {what:11} {nbytes:13,} ({predicted[0]['memory'][what]:,})")
-    if args.pp > 1 and history:
-        print(
-            f"bubble / compute {bubble([m['trace'] for m in measured]):.3f}"
-            f" (predicted {predicted[0]['bubble']:.3f})"
-        )
-        if environment("LOCAL_WORLD_SIZE", 1) > (os.cpu_count() or 1):
-            print(
-                "  more stages than cores here: they take turns, so the measured one is too large"
-            )
-    if differences:
-        print(
-            f"same as one device: losses, gradient norms, weights within {max(differences.values()):.0e}"
-        )
-
-
 def write_metrics(history, measured, predicted, differences, complaints, args):
-    costs = {
-        "bytes_sent": [m["sent"][-1] if m["sent"] else {} for m in measured],
-        "bytes_predicted": [p["sent"] for p in predicted],
-        "memory_bytes": [
-            {
-                what: {"measured": m["memory"][what], "predicted": p["memory"][what]}
-                for what in m["memory"]
-            }
-            for m, p in zip(measured, predicted)
-        ],
-    }
+    """Write --metrics: one JSON object. Lists of costs have one entry per rank."""
+    config = {key: value for key, value in vars(args).items() if key not in ("script", "dp")}
     result = {
         "script": args.script,
-        "config": vars(args),
+        "config": config,
         "axes": {"dp": args.dp, "tp": args.tp, "pp": args.pp},
-        "losses": [s.loss for s in history],
-        "grad_norms": [s.norm for s in history],
-        "step_seconds": [s.seconds for s in history],
+        "losses": [step.loss for step in history],
+        "grad_norms": [step.norm for step in history],
+        "step_seconds": [step.seconds for step in history],
         "check": {
             "max_rel_diff": max(differences.values(), default=None),
-            "passed": not complaints,
+            "passed": not complaints if differences else None,
+            "differences": differences,
+        },
+        "bytes_sent": [m["sent"][-1] if m["sent"] else {} for m in measured],
+        "bytes_predicted": [p["sent"] for p in predicted],
+        "memory_bytes": {
+            "measured": [m["memory"] for m in measured],
+            "predicted": [p["memory"] for p in predicted],
+        },
+        "microbatches_alive": {
+            "measured": [m["microbatches"] for m in measured],
+            "predicted": [p["microbatches"] for p in predicted],
         },
     }
-    Path(args.metrics).write_text(json.dumps(result | costs, indent=1))
+    if args.pp > 1 and history:
+        begin, end, busy = pipeline_times([m["trace"] for m in measured])
+        result["bubble"] = {
+            "measured": (end - begin) / busy - 1,
+            "predicted": predicted[0]["bubble"],
+        }
+    Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
+    Path(args.metrics).write_text(json.dumps(result, indent=1) + "\n")
 
 
-def draw(history, measured, predicted, args):
-    pass
+COLOURS = {
+    "forward": "#d0d0d0",
+    "backward input": "#a0a0a0",
+    "backward weight": "#707070",
+    "adam": "#404040",
+    "dp": "#3b7dd8",
+    "tp": "#e08a1e",
+    "pp": "#2f9e5b",
+}
+
+
+def draw(history, reference, measured, predicted, args):
+    """Draw --plot: the losses, and the median step as a timeline with a lane per rank and thread."""
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no plot: matplotlib is not installed")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 6), height_ratios=[1, 2])
+    first = args.steps - len(history)
+    top.semilogy(range(first, args.steps), [step.loss for step in history], "k-", label="this run")
+    if reference:
+        top.semilogy(
+            reference, "o", mfc="none", ms=4, color="#c0392b", label="one device, autograd"
+        )
+    top.set(xlabel="step", ylabel="loss")
+    top.legend(frameon=False)
+
+    lanes = []
+    for rank, m in enumerate(measured):
+        for thread in ["main", *AXES]:
+            spans = [s for s in m["trace"] if s.thread == thread]
+            if spans:
+                lanes.append(f"rank {rank}" if thread == "main" else thread)
+            for s in spans:
+                box = [(1e3 * s.start, 1e3 * (s.end - s.start))]
+                waiting = s.axis is not None and thread == "main"
+                colour, alpha = COLOURS[s.axis or s.name], 0.35 if waiting else 1
+                bottom.broken_barh(box, (len(lanes) - 1.4, 0.8), color=colour, alpha=alpha, lw=0)
+        if args.pp > 1:
+            label_microbatches(bottom, m["trace"], lanes.index(f"rank {rank}"))
+    bottom.set_yticks(range(len(lanes)), lanes)
+    bottom.invert_yaxis()
+    bottom.set(xlabel="ms since the step began", xlim=(0, None))
+    used = {s.axis or s.name for m in measured for s in m["trace"]}
+    legend = [Patch(color=c, label=name) for name, c in COLOURS.items() if name in used]
+    place = {"ncols": len(legend), "loc": "lower right", "bbox_to_anchor": (1, 1)}
+    bottom.legend(handles=legend, frameon=False, **place)
+    if args.pp > 1:
+        begin, _, busy = pipeline_times([m["trace"] for m in measured])
+        bottom.axvline(1e3 * (begin + busy * (1 + predicted[0]["bubble"])), ls="--", color="k")
+    seconds = statistics.median(step.seconds for step in history)
+    compute, exposed, _ = split_time(measured[0]["trace"], seconds)
+    figure.suptitle(
+        f"{args.script}: a step of {1e3 * seconds:.1f} ms computes for {1e3 * compute:.1f} ms"
+        f" and waits for messages for {1e3 * exposed:.1f} ms"
+    )
+    figure.tight_layout()
+    Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(args.plot, dpi=120)
+
+
+def label_microbatches(axes, trace, lane):
+    """Write the micro-batch's number on its forward and on its backward."""
+    for _, spans in groupby((s for s in trace if s.flops), lambda s: (s.note, s.name == "forward")):
+        spans = list(spans)
+        middle = 1e3 * (spans[0].start + spans[-1].end) / 2
+        axes.text(middle, lane, spans[0].note, ha="center", va="center", fontsize=6)
