@@ -224,7 +224,7 @@ buffers = {}
 
 
 def scratch(name, shape, like):
-    """Return the buffer of this name: to allocate it anew in each step can cost more than to add."""
+    """Return the buffer of this name: allocating it anew in each step can cost more than adding."""
     key = name, shape, like.dtype
     if key not in buffers:
         buffers[key] = like.new_empty(shape)
@@ -591,7 +591,7 @@ def compare_with_one_device(state, history, args, mesh):
         dist.barrier()  # each step: to wait for all of a long run would exceed the time limit
     dist.broadcast(curves, 0)
     dist.broadcast(weights, 0)
-    ours = torch.tensor([(step.loss, step.norm) for step in history]).to(curves).reshape(-1, 2).T
+    ours = curves.new_tensor([(step.loss, step.norm) for step in history]).reshape(-1, 2).T
     theirs = curves[:, args.steps - len(history) :]
     differences = ((ours - theirs) / theirs).abs().nan_to_num(nan=torch.inf)
     losses, norms = differences.amax(1).tolist() if history else (0.0, 0.0)
@@ -808,7 +808,7 @@ COLOURS = {
 
 
 def draw(history, reference, measured, predicted, args):
-    """Draw --plot: the losses, and the median step as a timeline with a lane per rank and thread."""
+    """Draw --plot: the losses, and the median step with a lane for each rank and thread."""
     try:
         import matplotlib
     except ImportError:
