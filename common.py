@@ -44,6 +44,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+AXES = ("pp", "dp", "tp")
 TIME_LIMIT = timedelta(seconds=60)  # of every wait for another rank; the default is 30 minutes
 ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 ADAM_BYTES = {"float64": 16, "float32": 8, "bfloat16": 12}  # a weight's; 12 with a float32 copy
@@ -457,15 +458,17 @@ def start_up(args):
         write_error(f"{args.script}.py: {next(filter(None, problems))}")
         dist.barrier()
         os._exit(2)
+    return make_mesh(args)
+
+
+def make_mesh(args):
+    """Return this rank's Mesh; consecutive ranks are neighbours on tp, which talks the most."""
     devices = init_device_mesh(args.device, (args.pp, args.dp, args.tp), mesh_dim_names=AXES)
     axes = [
         Axis(name, devices.get_group(name), devices.get_local_rank(name), devices.size(i))
         for i, name in enumerate(AXES)
     ]
     return Mesh(devices, *axes)
-
-
-AXES = ("pp", "dp", "tp")
 
 
 def write_error(line):

@@ -1,0 +1,32 @@
+import pytest
+from harness import Group, train
+
+
+@pytest.fixture(scope="session")
+def group():
+    """group(n): the n processes that this test run keeps for its cases."""
+    groups = {}
+
+    def get(size):
+        if size not in groups or not all(p.is_alive() for p in groups[size].processes):
+            groups[size] = Group(size)
+        return groups[size]
+
+    yield get
+    for each in groups.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def one_device(group):
+    """one_device(flags): what chapter 1 gives, with the weights before and after each step."""
+    known = {}
+
+    def get(flags):
+        if flags not in known:
+            (known[flags],) = group(1).run(train, 1, flags)
+            result = known[flags]
+            result["weights"] = [result["start"], *result["weights"]]
+        return known[flags]
+
+    return get
