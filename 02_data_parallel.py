@@ -18,6 +18,7 @@ import torch.distributed as dist
 from common import (
     State,
     adam_update,
+    begin,
     block_backward_input,
     block_backward_weight,
     block_forward,
@@ -28,7 +29,6 @@ from common import (
     isend,
     make_batch,
     parse_args,
-    resume,
     run,
     save,
     scratch,
@@ -298,7 +298,7 @@ def main():
     mesh = start_up(args)
     state = init_state(args, mesh)
     history = []
-    for step in range(resume(state, args, mesh), args.steps):
+    for step in range(begin(state, args, mesh), args.steps):
         batch = [shard_batch(rows_BD, args, mesh) for rows_BD in make_batch(args, step)]
         history.append(timed_step(train_step, state, *batch, step, args, mesh))
         save(state, step + 1, args, mesh)

@@ -25,6 +25,7 @@ import os
 import shutil
 import statistics
 import sys
+import tempfile
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -393,13 +394,20 @@ def refuse_what_cannot_work(args, chapter, world_size):
     if args.save_every and not args.checkpoint:
         fail("--save-every needs --checkpoint DIR")
     for path in args.metrics, args.checkpoint, None if args.plot == "none" else args.plot:
-        parent = Path(path or ".").absolute()
-        while not parent.exists() and parent != path:
-            parent = parent.parent
-        if not os.access(parent, os.W_OK) or (
-            path != args.checkpoint and Path(path or "x").is_dir()
-        ):
-            fail(f"cannot write to {path}")
+        refuse_unwritable(path)
+
+
+def refuse_unwritable(path):
+    if path is None:
+        return
+    folder = Path(path).absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        fail(f"cannot write to {path}: {error.strerror}")
 
 
 def usable_cores():
@@ -474,6 +482,7 @@ def make_mesh(args):
 def write_error(line):
     if environment("RANK", 0) == 0:
         sys.stderr.write(f"{line}\n")  # one call, so that no other rank's line falls into it
+        sys.stderr.flush()
 
 
 def print0(line):
@@ -548,15 +557,21 @@ def save(state, step, args, mesh):
     dist.barrier()
 
 
-def resume(state, args, mesh):
-    """Load the newest checkpoint, whatever layout wrote it, and return the step to go on with."""
+def begin(state, args, mesh):
+    """Print the first line, load the newest checkpoint if there is one, whatever layout wrote it,
+    and return the step to go on with."""
+    sizes = f"L {args.layers} D {args.d_model} F {args.d_hidden} B {args.batch_size}"
+    axes = f"dp {args.dp} tp {args.tp} pp {args.pp}"
+    print0(f"{args.script}   {axes} | {sizes} | {args.dtype} {args.device}")
+    if "RANK" not in os.environ and args.script[:2] != "01":
+        print0(f"more ranks:  torchrun --standalone --nproc-per-node 4 {args.script}.py")
     steps = saved_steps(args.checkpoint) if args.checkpoint else []
     if not steps:
         return 0
-    dcp.load(
-        as_dtensors(state, args, mesh), checkpoint_id=Path(args.checkpoint) / f"step-{steps[-1]}"
-    )
-    print0(f"resumed from {args.checkpoint}/step-{steps[-1]}")
+    newest = Path(args.checkpoint) / f"step-{steps[-1]}"
+    dcp.load(as_dtensors(state, args, mesh), checkpoint_id=newest)
+    state.weights.copy_(state.master) if state.weights.shape == state.master.shape else None
+    print0(f"resumed from {newest}")
     return steps[-1]
 
 
@@ -755,8 +770,8 @@ def report(history, measured, predicted, args):
     if args.pp > 1:
         begin, end, busy = pipeline_times([each["trace"] for each in measured])
         lines.append(
-            f"micro-batches alive: {m['microbatches']} (predicted {p['microbatches']})"
-            f"   bubble: {(end - begin) / busy - 1:.3f} of compute (predicted {p['bubble']:.3f})"
+            f"micro-batches alive: {m['microbatches']} (predicted {p['microbatches']})  bubble"
+            f" / compute: {(end - begin) / busy - 1:.2f} (predicted {p['bubble']:.3f})"
         )
         if environment("LOCAL_WORLD_SIZE", 1) > usable_cores():
             lines.append("  fewer cores than ranks: stages take turns, so don't trust the measured")

@@ -160,7 +160,7 @@ def part(size, n, i):
 
 
 def difference(state, args, mesh, reference, step):
-    """How far this rank's part of the weights is from one device's, by the layout of the contract."""
+    """How far this rank's part of the weights is from one device's, by the contract's layout."""
     if reference is None:
         return state.master.clone()
     wanted = reference[step][list(state.layers)][..., part(args.d_hidden, args.tp, mesh.tp.rank)]
@@ -238,7 +238,9 @@ def run_to_the_end(path, flags, ranks, limit=60):
             process.kill()
             process.join()
         assert not late, f"{len(late)} of {ranks} ranks hang: {path} {flags}"
-        texts = [[(Path(folder) / f"{rank}.{n}").read_text() for n in (1, 2)] for rank in range(ranks)]
+        texts = [
+            [(Path(folder) / f"{rank}.{n}").read_text() for n in (1, 2)] for rank in range(ranks)
+        ]
         return [(process.exitcode, *text) for process, text in zip(processes, texts)]
 
 

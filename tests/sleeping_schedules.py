@@ -3,8 +3,8 @@ draws them:
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 tests/sleeping_schedules.py FILE.png
 
-A machine with fewer cores than stages makes them take turns, and hides the bubble. Asleep, they need
-no core, so the timeline is what a machine with a core (or a GPU) for each stage would show."""
+A machine with fewer cores than stages makes them take turns, and hides the bubble. Asleep, they
+need no core, so the timeline is what a machine with a core (or GPU) for each stage would show."""
 
 import sys
 import time
@@ -76,7 +76,14 @@ def main():
     schedules = ["gpipe", "1f1b", "interleaved", "zb-h1"]
     figure, panels = pyplot.subplots(4, 1, figsize=(9, 9), sharex=True)
     for schedule, axes in zip(schedules, panels):
-        sys.argv = ["04_pipeline_parallel.py", "--plot", "none", "--schedule", schedule, *FLAGS.split()]
+        sys.argv = [
+            "04_pipeline_parallel.py",
+            "--plot",
+            "none",
+            "--schedule",
+            schedule,
+            *FLAGS.split(),
+        ]
         args = common.parse_args("04_pipeline_parallel.py", "")
         mesh = common.start_up(args) if schedule == "gpipe" else common.make_mesh(args)
         span, busy, predicted, traces = measure(script, common, args, mesh)

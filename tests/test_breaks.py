@@ -14,7 +14,13 @@ EDITS = {
         "    by_name[args.collectives](tensor, axis)\n    tensor /= axis.size\n",
         "gradient norms",
     ),
-    "skip one layer's all-reduce": (2, "", "    if last:\n", "    if last and l != 2:\n", "weights"),
+    "skip one layer's all-reduce": (
+        2,
+        "",
+        "    if last:\n",
+        "    if last and l != 2:\n",
+        "weights",
+    ),
     "sum every micro-batch": (2, "--microbatches 2", "    if last:\n", "    if True:\n", "over dp"),
     "divide by the local batch": (
         2,

@@ -33,9 +33,7 @@ def check(group, one_device, chapter, ranks, flags, base=ODD, limit=1e-10):
 def layouts(ranks):
     """All (dp, tp, pp) with dp x tp x pp ranks."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    return [
-        (ranks // (tp * pp), tp, pp) for tp in sizes for pp in sizes if ranks % (tp * pp) == 0
-    ]
+    return [(ranks // (tp * pp), tp, pp) for tp in sizes for pp in sizes if ranks % (tp * pp) == 0]
 
 
 @pytest.mark.parametrize("m", [1, 3, 30])
@@ -76,8 +74,10 @@ def test_sizes_that_divide(group, one_device):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_pipeline_parallel(group, one_device, ranks):
-    for dp, tp, pp in layouts(ranks):
-        for schedule, m in itertools.product(["gpipe", "1f1b", "zb-h1", "interleaved"], [1, 2, 4, 8]):
+    for _, tp, pp in layouts(ranks):
+        for schedule, m in itertools.product(
+            ["gpipe", "1f1b", "zb-h1", "interleaved"], [1, 2, 4, 8]
+        ):
             if pp == 1 and (schedule, m) != ("1f1b", 4) or schedule == "interleaved" and m % pp:
                 continue
             flags = f"--tp {tp} --pp {pp} --schedule {schedule} --microbatches {m}"
@@ -88,13 +88,15 @@ def test_pipeline_parallel(group, one_device, ranks):
 
 def test_chunks_and_more_stages_than_layers(group, one_device):
     check(group, one_device, 4, 4, "--pp 4 --schedule interleaved --chunks 3 --microbatches 4")
-    check(group, one_device, 4, 4, "--pp 4 --microbatches 3", ODD.replace("--layers 5", "--layers 3"))
+    check(
+        group, one_device, 4, 4, "--pp 4 --microbatches 3", ODD.replace("--layers 5", "--layers 3")
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_zero(group, one_device, ranks, stage):
-    for dp, tp, pp in layouts(ranks):
+    for _, tp, pp in layouts(ranks):
         schedules = ["gpipe", "1f1b", "zb-h1", "interleaved"] if pp > 1 else ["1f1b"]
         for schedule in schedules:
             m = 2 * pp if schedule in ("zb-h1", "interleaved") else 2
