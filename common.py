@@ -270,7 +270,8 @@ def timed_step(train_step, state, x_BD, t_BD, step, args, mesh):
     seconds = perf_counter() - start
     current["note"] = ""
     loss, norm = float(loss), float(norm)
-    print0(f"step {step:3d}  loss {loss:.6f}  grad norm {norm:.5f}  {1e3 * seconds:6.1f} ms")
+    if step < 5 or step % 10 == 9 or step == args.steps - 1:
+        print0(f"step {step:3d}  loss {loss:.6f}  grad norm {norm:.5f}  {1e3 * seconds:6.1f} ms")
     spans = [s._replace(start=s.start - start, end=s.end - start) for s in trace]
     return Step(loss, norm, seconds, spans)
 
