@@ -61,7 +61,7 @@ from common import (
 # Largest relative difference of a row from one device's that rounding explains.
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 1e-1}
 
-# -------------------------------------------------------------------------------------- collectives
+# ------------------------------------------------------------------------------------ collectives
 
 
 def cut(tensor, n, dim=0):
@@ -149,7 +149,7 @@ def wait(future, axis):
             future.result()
 
 
-# ----------------------------------------------------------------------------------------- sharding
+# --------------------------------------------------------------------------------------- sharding
 
 
 def with_layout(layout, args):
@@ -241,7 +241,7 @@ def layer_buffer(name, state, args):
     return scratch(name, (args.d_model, *state.weights.shape[2:]), state.weights)
 
 
-# ------------------------------------------------------------------------------ forward, generation
+# ---------------------------------------------------------------------------- forward, generation
 
 
 def forward(state, x_BD, args, mesh):
@@ -304,7 +304,7 @@ def generate(state, x_BD, args, mesh):
     return outputs, done
 
 
-# -------------------------------------------------------------------------------------------- costs
+# ------------------------------------------------------------------------------------------ costs
 
 
 def part_sizes(size, axis):
@@ -354,10 +354,10 @@ def cost_model(layout, B, L, D, F, X, Y, beta=float("inf")):
     return sent[layout] + read / beta
 
 
-BETA = 8  # about that of one H100 (3.35 TB/s, 450 GB/s) or one TPU v5e (810 GB/s, 90 GB/s)
+BETA = 8  # about what the scaling book has for TPUs
 
 
-# ------------------------------------------------------------------------- the check, the report
+# -------------------------------------------------------------------------- the check, the report
 
 
 def reference_outputs(x_BD, args):
