@@ -26,6 +26,7 @@ Paper:  Pope et al. 2022, "Efficiently Scaling Transformer Inference" (arXiv 221
 """
 
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 from statistics import median
@@ -546,8 +547,10 @@ def main():
     start_up(args)
     sizes = f"L {args.layers} D {args.d_model} F {args.d_hidden} B {args.batch_size}"
     weights = newest_checkpoint(args.checkpoint) if args.checkpoint else "random weights"
-    print0(f"{args.script}   {dist.get_world_size()} ranks | {sizes} | {args.tokens} tokens")
-    print0(f"weights: {weights}")
+    print0(f"{args.script}   ranks {dist.get_world_size()} | {sizes} | {args.dtype} {args.device}")
+    if "RANK" not in os.environ:
+        print0(f"more ranks:  torchrun --standalone --nproc-per-node 4 {args.script}.py")
+    print0(f"{args.tokens} tokens with {weights}")
     print0("layout   ZxXxY  prefill ms/token   rows/s B sent/token  (predicted)   B weights")
     x_BD, _ = make_batch(args, 1_000_000)  # a step that no training gets to
     expected = None if args.no_check else reference_outputs(x_BD, args)

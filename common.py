@@ -312,7 +312,11 @@ FLAGS = [
     (1, "--layers", dict(type=positive, default=8, help="L, blocks in the stack")),
     (1, "--d-model", dict(type=positive, default=64, help="D, features of a row")),
     (1, "--d-hidden", dict(type=positive, default=256, help="F, hidden features of a block")),
-    (1, "--batch-size", dict(type=positive, default=256, help="B, rows of all ranks together")),
+    (
+        1,
+        "--batch-size",
+        dict(type=positive, default=256, help="B, rows of all ranks: 256; 6: 1024"),
+    ),
     (1, "--microbatches", dict(type=positive, help="pieces of the rows: 1; 4: 8; 6: stages")),
     (1, "--steps", dict(type=not_negative, default=60)),
     (1, "--lr", dict(type=above_zero, default=1e-3, help="Adam's learning rate")),
@@ -413,7 +417,8 @@ def refuse_what_cannot_work(args, chapter, world_size):
         fail(f"--batch-shares needs {args.dp} numbers, one for each data-parallel rank")
     if getattr(args, "save_every", None) and not args.checkpoint:
         fail("--save-every needs --checkpoint DIR")
-    for path in args.metrics, args.checkpoint, None if args.plot == "none" else args.plot:
+    saved = None if chapter == 6 else args.checkpoint  # chapter 6 only reads it
+    for path in args.metrics, saved, None if args.plot == "none" else args.plot:
         refuse_unwritable(path)
 
 
@@ -602,7 +607,7 @@ def begin(state, args, mesh):
     steps = saved_steps(args.checkpoint) if args.checkpoint else []
     if not steps:
         return 0
-    newest = Path(args.checkpoint) / f"step-{steps[-1]}"
+    newest = newest_checkpoint(args.checkpoint)
     dcp.load(as_dtensors(state, args, mesh), checkpoint_id=newest)
     state.weights.copy_(state.master) if state.weights.shape == state.master.shape else None
     print0(f"resumed from {newest}")
