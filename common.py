@@ -198,7 +198,7 @@ class Message(NamedTuple):
 
     def wait(self):
         with span("wait", self.axis.name):
-            self.work.wait()
+            self.work.wait(TIME_LIMIT)  # a group made for a mesh has a limit of 30 minutes
 
 
 def isend(tensor, dst, axis, tag=0):
@@ -305,13 +305,20 @@ def shares(text):
     return [positive(share) for share in text.split(",")]
 
 
-# (chapter that introduces it, flag, what argparse needs to know). Later chapters keep them all.
+LAYOUTS = ("batch", "1d", "2d", "gathered", "pipeline")
+
+# (chapter that introduces it, flag, what argparse needs to know). Later chapters keep them all,
+# except that chapter 6, which does not train, knows none of TRAINING.
 FLAGS = [
     (1, "--layers", dict(type=positive, default=8, help="L, blocks in the stack")),
     (1, "--d-model", dict(type=positive, default=64, help="D, features of a row")),
     (1, "--d-hidden", dict(type=positive, default=256, help="F, hidden features of a block")),
-    (1, "--batch-size", dict(type=positive, default=256, help="B, rows of all ranks together")),
-    (1, "--microbatches", dict(type=positive, help="pieces a rank's rows run in: 1; chapter 4: 8")),
+    (
+        1,
+        "--batch-size",
+        dict(type=positive, default=256, help="B, rows of all ranks: 256; 6: 1024"),
+    ),
+    (1, "--microbatches", dict(type=positive, help="pieces of the rows: 1; 4: 8; 6: stages")),
     (1, "--steps", dict(type=not_negative, default=60)),
     (1, "--lr", dict(type=above_zero, default=1e-3, help="Adam's learning rate")),
     (1, "--clip-norm", dict(type=above_zero, default=1.0, help="largest global gradient norm")),
@@ -332,7 +339,13 @@ FLAGS = [
     (4, "--schedule", dict(choices=["gpipe", "1f1b", "interleaved", "zb-h1"], default="1f1b")),
     (4, "--chunks", dict(type=positive, default=2, help="interleaved: chunks of layers per rank")),
     (5, "--zero-stage", dict(type=int, choices=[0, 1, 2, 3], default=3)),
+    (6, "--layout", dict(choices=[*LAYOUTS, "all"], default="all", help="what is cut")),
+    (6, "--tokens", dict(type=positive, default=8, metavar="T", help="decode steps")),
 ]
+TRAINING = (
+    "--steps --lr --clip-norm --save-every --collectives --batch-shares --sequence-parallel --pp"
+    " --schedule --chunks --zero-stage"
+).split()
 
 
 def environment(name, default):
@@ -350,19 +363,25 @@ def parse_args(file, doc):
     )
     parser.error = fail
     for since, flag, options in FLAGS:
-        if since <= chapter:
+        if since <= chapter and not (chapter == 6 and flag in TRAINING):
             parser.add_argument(flag, **options)
+    if chapter == 6:
+        parser.set_defaults(batch_size=1024)
     if environment("RANK", 0) > 0 and {"-h", "--help"} & set(sys.argv):
         sys.exit()  # rank 0 alone prints the help
     try:
         args = parser.parse_args()
         args.tp, args.pp = getattr(args, "tp", 1), getattr(args, "pp", 1)
-        args.microbatches = args.microbatches or (8 if chapter == 4 else 1)
+        args.microbatches = args.microbatches or {4: 8, 6: world_size}.get(chapter, 1)
         if chapter == 3:  # a chapter gives all ranks to its own axis, unless told otherwise
             args.tp = args.tp or world_size
         elif chapter == 4:
             args.tp = args.tp or 1
             args.pp = args.pp or max(1, world_size // args.tp)
+        elif chapter == 6:  # of the layout 2d: as square as can be
+            args.tp = args.tp or square(world_size)
+            if args.checkpoint:
+                args.layers, args.d_model, args.d_hidden = saved_sizes(args.checkpoint)
         args.tp, args.pp = args.tp or 1, args.pp or 1
         args.dp = world_size // (args.tp * args.pp)
         refuse_what_cannot_work(args, chapter, world_size)
@@ -371,6 +390,11 @@ def parse_args(file, doc):
         args = argparse.Namespace(device="cpu", problem=str(error))
     args.script, args.plot = name, getattr(args, "plot", None) or f"plots/{name}.png"
     return args
+
+
+def square(n):
+    """Return the smallest divisor of n that is no less than its square root."""
+    return next(y for y in range(1, n + 1) if y * y >= n and n % y == 0)
 
 
 def fail(message):
@@ -392,9 +416,10 @@ def refuse_what_cannot_work(args, chapter, world_size):
         )
     if len(getattr(args, "batch_shares", None) or [1] * args.dp) != args.dp:
         fail(f"--batch-shares needs {args.dp} numbers, one for each data-parallel rank")
-    if args.save_every and not args.checkpoint:
+    if getattr(args, "save_every", None) and not args.checkpoint:
         fail("--save-every needs --checkpoint DIR")
-    for path in args.metrics, args.checkpoint, None if args.plot == "none" else args.plot:
+    saved = None if chapter == 6 else args.checkpoint  # chapter 6 only reads it
+    for path in args.metrics, saved, None if args.plot == "none" else args.plot:
         refuse_unwritable(path)
 
 
@@ -519,6 +544,7 @@ def placements(args):
 def as_dtensors(state, args, mesh):
     """Return {key: DTensor [D, F]} of the layers that this rank holds a part of."""
     tensors = {"": state.master, ".exp_avg": state.exp_avg, ".exp_avg_sq": state.exp_avg_sq}
+    tensors = {suffix: tensor for suffix, tensor in tensors.items() if tensor is not None}
     return {
         f"{'adam.' if suffix else ''}layers.{layer}.{name}{suffix}": DTensor.from_local(
             tensor[l, :, i],
@@ -537,6 +563,19 @@ def as_dtensors(state, args, mesh):
 def saved_steps(directory):
     """Return the steps that have a complete checkpoint, oldest first."""
     return sorted(int(path.name[5:]) for path in Path(directory).glob("step-*[0-9]"))
+
+
+def newest_checkpoint(directory):
+    return Path(directory) / f"step-{saved_steps(directory)[-1]}"
+
+
+def saved_sizes(directory):
+    """Return L, D and F of the newest checkpoint."""
+    if not saved_steps(directory):
+        fail(f"no checkpoint in {directory}")
+    known = dcp.FileSystemReader(newest_checkpoint(directory)).read_metadata().state_dict_metadata
+    layers = sum(key.startswith("layers.") and key.endswith("w_in") for key in known)
+    return layers, *known["layers.0.w_in"].size
 
 
 def save(state, step, args, mesh):
@@ -569,7 +608,7 @@ def begin(state, args, mesh):
     steps = saved_steps(args.checkpoint) if args.checkpoint else []
     if not steps:
         return 0
-    newest = Path(args.checkpoint) / f"step-{steps[-1]}"
+    newest = newest_checkpoint(args.checkpoint)
     dcp.load(as_dtensors(state, args, mesh), checkpoint_id=newest)
     state.weights.copy_(state.master) if state.weights.shape == state.master.shape else None
     print0(f"resumed from {newest}")
