@@ -48,58 +48,71 @@ def cut(tensor, n, dim=0):
     return parts + [tensor.narrow(dim, 0, 0)] * (n - len(parts))
 
 
-@communicates
-def ring_reduce_scatter(chunks, axis):
+def receive_parts(chunks, axis):
+    """Post the receives of scatter_round, in the order in which the chunks come by: the one after
+    the neighbour's first, this rank's own last. Return [(chunk's number, Message)]."""
+    order = [(axis.rank - 2 - hop) % axis.size for hop in range(axis.size - 1)]
+    inbox = {i: scratch(f"{axis.name} {i}", chunks[i].shape, chunks[i]) for i in order}
+    return [(i, irecv(inbox[i], axis.prev_rank, axis)) for i in order]
+
+
+def scatter_round(chunks, axis, received):
     """Sum chunk i of all ranks into rank i's chunks[i]; what the others hold of it is used up.
 
     Chunk i starts at rank i + 1 and goes once round the ring to rank i, and every rank on the way
     adds its own. Each rank sends all chunks but its own: (n-1)/n of the whole, the least possible
-    (Patarasuk & Yuan 2009)."""
-    n, rank = axis.size, axis.rank
-    order = [(rank - 1 - hop) % n for hop in range(n)]  # the neighbour's chunk first, mine last
-    inbox = [scratch(f"{axis.name} {i}", chunk.shape, chunk) for i, chunk in enumerate(chunks)]
-    # Receives before sends: gloo announces a receive on the connection that carries the data the
-    # other way. Announced late, it queues behind a whole chunk, and the ring runs at half speed.
-    received = [irecv(inbox[i], axis.prev_rank, axis) for i in order[1:]]
-    sent = [isend(chunks[order[0]], axis.next_rank, axis)]
-    for i, message in zip(order[1:], received):
+    (Patarasuk & Yuan 2009). Return the sends: until they are done, the chunks belong to them."""
+    sent = [isend(chunks[axis.prev_rank], axis.next_rank, axis)]
+    for i, message in received:
         message.wait()
-        chunks[i] += inbox[i]
-        if i != rank:
+        chunks[i] += message.tensor
+        if i != axis.rank:
             sent.append(isend(chunks[i], axis.next_rank, axis))
-    for message in sent:
-        message.wait()  # until then the chunk belongs to the message
+    return sent
+
+
+def receive_sums(chunks, axis):
+    """Post the receives of gather_round, in the order in which the chunks come by."""
+    order = [(axis.rank - 1 - hop) % axis.size for hop in range(axis.size - 1)]
+    return [(i, irecv(chunks[i], axis.prev_rank, axis, tag=1)) for i in order]
+
+
+def gather_round(chunks, axis, received):
+    """Copy each rank's chunks[rank] to all ranks, by another round that sends as much."""
+    sent = [isend(chunks[axis.rank], axis.next_rank, axis, tag=1)]
+    for i, message in received:
+        message.wait()
+        if i != axis.next_rank:  # it began there
+            sent.append(isend(chunks[i], axis.next_rank, axis, tag=1))
+    return sent
+
+
+def wait_all(messages):
+    for message in messages:
+        message.wait()
 
 
 @communicates
-def ring_all_gather(chunks, axis, received=None):
-    """Copy each rank's chunks[rank] to all ranks, by another round. Costs as much as the first."""
-    n, rank = axis.size, axis.rank
-    order = [(rank - hop) % n for hop in range(n)]  # mine first, the next neighbour's last
-    received = received or receive_chunks(chunks, axis)
-    sent = [isend(chunks[rank], axis.next_rank, axis, tag=1)]
-    for i, message in zip(order[1:], received):
-        message.wait()
-        if i != order[-1]:
-            sent.append(isend(chunks[i], axis.next_rank, axis, tag=1))
-    for message in sent:
-        message.wait()
+def ring_reduce_scatter(chunks, axis):
+    wait_all(scatter_round(chunks, axis, receive_parts(chunks, axis)))
 
 
-def receive_chunks(chunks, axis):
-    """Post the receives of ring_all_gather, in the order in which the chunks come by."""
-    order = [(axis.rank - hop) % axis.size for hop in range(1, axis.size)]
-    return [irecv(chunks[i], axis.prev_rank, axis, tag=1) for i in order]
+@communicates
+def ring_all_gather(chunks, axis):
+    wait_all(gather_round(chunks, axis, receive_sums(chunks, axis)))
 
 
+@communicates
 def ring_all_reduce(tensor, axis):
     """Sum the tensor over the axis, in place: each chunk on one rank, then from there to all."""
     chunks = cut(tensor.view(-1), axis.size)
-    # Both halves' receives are posted first. No chunk is overwritten too early: its sum can't come
-    # back before what this rank adds to it has left.
-    received = receive_chunks(chunks, axis)
-    ring_reduce_scatter(chunks, axis)
-    ring_all_gather(chunks, axis, received)
+    # Receives before sends: gloo announces a receive on the connection that carries the data the
+    # other way. Announced late, it queues behind a whole chunk, and the ring runs at half speed.
+    # The second round can't overwrite a chunk too early: its sum comes back only after what this
+    # rank adds to it has left.
+    parts, sums = receive_parts(chunks, axis), receive_sums(chunks, axis)
+    sent = scatter_round(chunks, axis, parts)
+    wait_all(sent + gather_round(chunks, axis, sums))
 
 
 @communicates
@@ -114,8 +127,7 @@ def naive_all_reduce(tensor, axis):
     for message in [irecv(other, src, axis) for src, other in enumerate(others, 1)]:
         message.wait()
         tensor += message.tensor
-    for message in [isend(tensor, dst, axis) for dst in range(1, axis.size)]:
-        message.wait()
+    wait_all([isend(tensor, dst, axis) for dst in range(1, axis.size)])
 
 
 @communicates
