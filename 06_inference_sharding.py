@@ -219,8 +219,8 @@ def init_state(args, mesh):
     weights = shard_weights(initial_weights(args), args, mesh)
     state = State(None, None, weights, None, None, shard_layers(args, mesh))
     if args.checkpoint:
-        path = newest_checkpoint(args.checkpoint)
-        dcp.load(as_dtensors(state, args, mesh), checkpoint_id=path)
+        parts = as_dtensors({"": weights}, state.layers, args.zero_stage == 3, args, mesh)
+        dcp.load(parts, checkpoint_id=newest_checkpoint(args.checkpoint))
     return state._replace(weights=weights.to(getattr(torch, args.dtype)), master=None)
 
 
@@ -352,15 +352,14 @@ def cost_model(layout, B, L, D, F, X, Y, beta=float("inf")):
     """Return the cost of a token per layer, in the time it takes to send an element: what a rank
     sends, and what it reads of the weights, where memory is beta times as fast as the link.
 
-    As in Pope et al. an all-reduce of V elements counts as 2 V and an all-gather as V, which is
-    what many ranks send; `predict` counts exactly. Computing is left out, since all layouts compute
-    the same, and so is the latency of a message."""
+    Left out are computing, since all layouts compute the same, and the latency of a message. (Pope
+    et al. also leave out the factors (n-1)/n, which are near one for many ranks.)"""
     n = X * Y
     sent = {
         "batch": 0,
-        "1d": 2 * B * D,
-        "2d": 2 * B * (F / Y + D / X),
-        "gathered": 2 * D * F,
+        "1d": 2 * (n - 1) / n * B * D,
+        "2d": 2 * B * ((X - 1) / X * F / Y + (Y - 1) / Y * D / X),
+        "gathered": 2 * (n - 1) / n * D * F,
         "pipeline": max(B, n) * D / L,
     }
     read = 2 * D * F / (n if layout in ("1d", "2d") else 1)
@@ -496,7 +495,7 @@ def report_batches(results, args):
         fastest = LAYOUTS[took.index(min(took))]
         times = "".join(f"{1e3 * seconds:9.2f}" for seconds in took)
         print0(f"{rows:6}{times}  {fastest:8} {cheapest:5} {least}")
-    for layout in "1d", "2d":
+    for layout in ("1d", "2d") if args.dp * args.tp > 1 else ():
         rows = cost_model("gathered", 1, *model) / cost_model(layout, 1, *model)
         pairs = zip(results["gathered"], results[layout])
         faster = [str(a["rows"]) for a, b in pairs if a["token_seconds"] < b["token_seconds"]]

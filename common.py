@@ -371,7 +371,10 @@ def parse_args(file, doc):
         sys.exit()  # rank 0 alone prints the help
     try:
         args = parser.parse_args()
-        args.tp, args.pp = getattr(args, "tp", 1), getattr(args, "pp", 1)
+        for since, flag, options in FLAGS:  # as if they were there, and off
+            if since > chapter or (chapter == 6 and flag in TRAINING):
+                default = options.get("default") if since < 5 else 0
+                setattr(args, flag[2:].replace("-", "_"), default)
         args.microbatches = args.microbatches or {4: 8, 6: world_size}.get(chapter, 1)
         if chapter == 3:  # a chapter gives all ranks to its own axis, unless told otherwise
             args.tp = args.tp or world_size
@@ -406,17 +409,15 @@ def refuse_what_cannot_work(args, chapter, world_size):
         fail(f"one device, so one rank, not {world_size}: chapter 2 is the first to use more")
     if args.tp * args.pp * args.dp != world_size:
         fail(f"--tp {args.tp} x --pp {args.pp} does not divide the {world_size} ranks")
-    if getattr(args, "schedule", "") == "interleaved" and args.microbatches % args.pp:
+    if args.schedule == "interleaved" and args.microbatches % args.pp:
         fail("--schedule interleaved needs --microbatches to be a multiple of --pp")
-    if getattr(args, "collectives", "ring") != "ring" and (
-        getattr(args, "sequence_parallel", False) or getattr(args, "zero_stage", 0)
-    ):
+    if args.collectives != "ring" and (args.sequence_parallel or args.zero_stage):
         fail(
             "--sequence-parallel and --zero-stage 1 to 3 use the ring's halves: --collectives ring"
         )
-    if len(getattr(args, "batch_shares", None) or [1] * args.dp) != args.dp:
+    if len(args.batch_shares or [1] * args.dp) != args.dp:
         fail(f"--batch-shares needs {args.dp} numbers, one for each data-parallel rank")
-    if getattr(args, "save_every", None) and not args.checkpoint:
+    if args.save_every and not args.checkpoint:
         fail("--save-every needs --checkpoint DIR")
     saved = None if chapter == 6 else args.checkpoint  # chapter 6 only reads it
     for path in args.metrics, saved, None if args.plot == "none" else args.plot:
@@ -536,28 +537,32 @@ def run(main):
 # ------------------------------------------------------------------------------------ checkpoints
 
 
-def placements(args):
-    """How master and Adam's state [D, F] of a layer lie on the (dp, tp) ranks of its stage."""
-    return [Shard(0) if getattr(args, "zero_stage", 0) else Replicate(), Shard(1)]
+def placements(d_is_cut):
+    """How a layer's [D, F] lies on the (dp, tp) ranks of its stage."""
+    return [Shard(0) if d_is_cut else Replicate(), Shard(1)]
 
 
-def as_dtensors(state, args, mesh):
-    """Return {key: DTensor [D, F]} of the layers that this rank holds a part of."""
-    tensors = {"": state.master, ".exp_avg": state.exp_avg, ".exp_avg_sq": state.exp_avg_sq}
-    tensors = {suffix: tensor for suffix, tensor in tensors.items() if tensor is not None}
+def as_dtensors(tensors, layers, d_is_cut, args, mesh):
+    """Return {key: DTensor [D, F]} for this rank's parts of {suffix of the key: [L, D, 2, F]}."""
     return {
         f"{'adam.' if suffix else ''}layers.{layer}.{name}{suffix}": DTensor.from_local(
             tensor[l, :, i],
             mesh.devices["dp", "tp"],
-            placements(args),
+            placements(d_is_cut),
             run_check=False,
             shape=(args.d_model, args.d_hidden),
             stride=(args.d_hidden, 1),
         )
         for suffix, tensor in tensors.items()
-        for l, layer in enumerate(state.layers)
+        for l, layer in enumerate(layers)
         for i, name in enumerate(("w_in", "w_out"))
     }
+
+
+def trained(state, args, mesh):
+    """Return what training changes, which is what a checkpoint holds."""
+    tensors = {"": state.master, ".exp_avg": state.exp_avg, ".exp_avg_sq": state.exp_avg_sq}
+    return as_dtensors(tensors, state.layers, args.zero_stage > 0, args, mesh)
 
 
 def saved_steps(directory):
@@ -587,8 +592,7 @@ def save(state, step, args, mesh):
         return
     directory = Path(args.checkpoint)
     unfinished = directory / f"unfinished-{step}"
-    tensors = as_dtensors(state, args, mesh) | {"step": torch.tensor(step)}
-    dcp.save(tensors, checkpoint_id=unfinished)
+    dcp.save(trained(state, args, mesh) | {"step": torch.tensor(step)}, checkpoint_id=unfinished)
     if dist.get_rank() == 0:
         shutil.rmtree(directory / f"step-{step}", ignore_errors=True)
         unfinished.rename(directory / f"step-{step}")
@@ -609,8 +613,12 @@ def begin(state, args, mesh):
     if not steps:
         return 0
     newest = newest_checkpoint(args.checkpoint)
-    dcp.load(as_dtensors(state, args, mesh), checkpoint_id=newest)
-    state.weights.copy_(state.master) if state.weights.shape == state.master.shape else None
+    dcp.load(trained(state, args, mesh), checkpoint_id=newest)
+    # The matmuls' weights too: in bfloat16, and of rows whose master another rank holds.
+    weights = state.weights.to(state.master.dtype)
+    tensors = as_dtensors({"": weights}, state.layers, args.zero_stage == 3, args, mesh)
+    dcp.load(tensors, checkpoint_id=newest)
+    state.weights.copy_(weights)
     print0(f"resumed from {newest}")
     return steps[-1]
 
@@ -655,7 +663,7 @@ def compare_with_one_device(state, history, args, mesh):
     losses, norms = differences.amax(1).tolist() if history else (0.0, 0.0)
 
     shape, offset = compute_local_shape_and_global_offset(
-        (args.d_model, args.d_hidden), mesh.devices["dp", "tp"], placements(args)
+        (args.d_model, args.d_hidden), mesh.devices["dp", "tp"], placements(args.zero_stage > 0)
     )
     d, f = (slice(start, start + size) for start, size in zip(offset, shape))
     mine = weights[list(state.layers)]
@@ -711,7 +719,7 @@ def predicted_costs(costs, args):
 
 def counted_axes(args):
     """The axes whose messages pass through isend: what torch's collectives send can't be seen."""
-    return ("pp",) if getattr(args, "collectives", "") == "torch" else AXES
+    return ("pp",) if args.collectives == "torch" else AXES
 
 
 def wrong_costs(measured, predicted, args):

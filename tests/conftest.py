@@ -2,6 +2,21 @@ import pytest
 from harness import Group, train
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="the slow tests too")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: run with --all, or alone with -m slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not (config.getoption("--all") or config.getoption("-m")):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: run with --all"))
+
+
 @pytest.fixture(scope="session")
 def group():
     """group(n): the n processes that this test run keeps for its cases."""
