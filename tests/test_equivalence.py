@@ -7,6 +7,7 @@ import re
 import pytest
 from harness import train
 
+EIGHT = pytest.param(8, marks=pytest.mark.slow)
 ODD = "--dtype float64 --layers 5 --d-model 7 --d-hidden 10 --batch-size 26 --steps 3"
 
 
@@ -72,7 +73,7 @@ def test_sizes_that_divide(group, one_device):
     check(group, one_device, 3, 3, "--tp 3 --sequence-parallel", base)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, EIGHT])
 def test_pipeline_parallel(group, one_device, ranks):
     for _, tp, pp in layouts(ranks):
         for schedule, m in itertools.product(
@@ -94,7 +95,7 @@ def test_chunks_and_more_stages_than_layers(group, one_device):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, EIGHT])
 def test_zero(group, one_device, ranks, stage):
     for _, tp, pp in layouts(ranks):
         schedules = ["gpipe", "1f1b", "zb-h1", "interleaved"] if pp > 1 else ["1f1b"]
