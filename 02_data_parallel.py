@@ -32,7 +32,6 @@ from common import (
     run,
     save,
     scratch,
-    span,
     start_up,
     timed_step,
     track_activations,
@@ -145,25 +144,24 @@ def all_reduce(tensor, axis, args):
 def start(collective, *operands):
     """Have the axis's communication thread call collective(*operands), the last two of which are
     axis and args, while this thread computes on. What it reads and writes is its own until the
-    future returned here is done, or `join` is."""
+    task returned here is waited for, or all are by `join`."""
     axis, args = operands[-2:]
     if axis.size == 1 or args.no_overlap:
         return collective(*operands)
-    future = axis.thread.submit(collective, *operands)
-    axis.pending.append(future)
-    return future
+    task = axis.submit(collective, *operands)
+    axis.pending.append(task)
+    return task
 
 
 def join(axis):
     """Wait for all that was started on the axis."""
     while axis.pending:
-        wait(axis.pending.pop(0), axis)
+        wait(axis.pending.pop(0))
 
 
-def wait(future, axis):
-    if future is not None:  # None: it was done at once
-        with span("wait", axis.name):
-            future.result()
+def wait(task):
+    if task is not None:  # None: it was done at once
+        task.wait()
 
 
 def sum_over(number, *axes):

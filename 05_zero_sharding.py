@@ -39,7 +39,6 @@ from common import (
     run,
     save,
     scratch,
-    span,
     start_up,
     timed_step,
     track_activations,
@@ -152,25 +151,24 @@ def all_reduce(tensor, axis, args):
 def start(collective, *operands):
     """Have the axis's communication thread call collective(*operands), the last two of which are
     axis and args, while this thread computes on. What it reads and writes is its own until the
-    future returned here is done, or `join` is."""
+    task returned here is waited for, or all are by `join`."""
     axis, args = operands[-2:]
     if axis.size == 1 or args.no_overlap:
         return collective(*operands)
-    future = axis.thread.submit(collective, *operands)
-    axis.pending.append(future)
-    return future
+    task = axis.submit(collective, *operands)
+    axis.pending.append(task)
+    return task
 
 
 def join(axis):
     """Wait for all that was started on the axis."""
     while axis.pending:
-        wait(axis.pending.pop(0), axis)
+        wait(axis.pending.pop(0))
 
 
-def wait(future, axis):
-    if future is not None:  # None: it was done at once
-        with span("wait", axis.name):
-            future.result()
+def wait(task):
+    if task is not None:  # None: it was done at once
+        task.wait()
 
 
 def sum_over(number, *axes):
@@ -341,8 +339,8 @@ def full_weights(layers, state, args, mesh):
         return
     coming = [start_gather(l, state, args, mesh) for l in layers[:1]]
     for l, next_l in zip(layers, [*layers[1:], None]):
-        full, future = coming.pop()
-        wait(future, mesh.dp)
+        full, task = coming.pop()
+        wait(task)
         if next_l is not None:
             coming.append(start_gather(next_l, state, args, mesh))
         yield l, full
@@ -405,13 +403,13 @@ def backward_weight(state, l, saved, last, args, mesh):
         start(all_reduce, grads, mesh.dp, args)
 
 
-scattering = {}  # buffer 0 or 1 -> the future that still reads it
+scattering = {}  # buffer 0 or 1 -> the task that still reads it
 
 
 def clean_gradients(l, state, args, mesh):
     """Return zeros [D, 2, F] for layer l's gradients: one of two buffers, as soon as it is free."""
     if l % 2 in scattering:
-        wait(scattering.pop(l % 2), mesh.dp)
+        wait(scattering.pop(l % 2))
     return layer_buffer(f"gradients {l % 2}", state, args).zero_()
 
 

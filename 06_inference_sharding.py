@@ -43,6 +43,7 @@ from common import (
     as_dtensors,
     buffers,
     communicates,
+    draw_timeline,
     initial_weights,
     irecv,
     isend,
@@ -51,6 +52,7 @@ from common import (
     newest_checkpoint,
     parse_args,
     print0,
+    replay_report,
     run,
     scratch,
     span,
@@ -142,25 +144,24 @@ def ring_all_reduce(tensor, axis):
 def start(collective, *operands):
     """Have the axis's communication thread call collective(*operands), the last two of which are
     axis and args, while this thread computes on. What it reads and writes is its own until the
-    future returned here is done, or `join` is."""
+    task returned here is waited for, or all are by `join`."""
     axis, args = operands[-2:]
     if axis.size == 1 or args.no_overlap:
         return collective(*operands)
-    future = axis.thread.submit(collective, *operands)
-    axis.pending.append(future)
-    return future
+    task = axis.submit(collective, *operands)
+    axis.pending.append(task)
+    return task
 
 
 def join(axis):
     """Wait for all that was started on the axis."""
     while axis.pending:
-        wait(axis.pending.pop(0), axis)
+        wait(axis.pending.pop(0))
 
 
-def wait(future, axis):
-    if future is not None:  # None: it was done at once
-        with span("wait", axis.name):
-            future.result()
+def wait(task):
+    if task is not None:  # None: it was done at once
+        task.wait()
 
 
 # --------------------------------------------------------------------------------------- sharding
@@ -239,8 +240,8 @@ def full_weights(layers, state, args, mesh):
         return
     coming = [start_gather(l, state, args, mesh) for l in layers[:1]]
     for l, next_l in zip(layers, [*layers[1:], None]):
-        full, future = coming.pop()
-        wait(future, mesh.dp)
+        full, task = coming.pop()
+        wait(task)
         if next_l is not None:
             coming.append(start_gather(next_l, state, args, mesh))
         yield l, full
@@ -407,12 +408,15 @@ def timed_generation(state, x_BD, expected, args, mesh):
     """Generate from these rows; return what it cost this rank, and what it should have."""
     dist.barrier()
     trace.clear()
+    began = perf_counter()
     expected = None if expected is None else expected[:, :, : len(x_BD)]
     outputs, done = generate(state, shard_batch(x_BD, args, mesh), args, mesh)
     seconds = [end - start for start, end in zip(done, done[1:])]
     gathered = [buffer for (name, *_), buffer in buffers.items() if name.startswith("weights")]
     predicted = {what: n * state.weights.itemsize for what, n in predict(x_BD, args, mesh).items()}
+    spans = [s._replace(start=s.start - began, end=s.end - began) for s in trace]
     return {
+        "trace": spans if len(x_BD) == args.batch_size else [],
         "prefill_seconds": seconds[0],
         "token_seconds": median(seconds[1:]),
         "elements": sum(y_BD.numel() for y_BD in outputs.values()),
@@ -505,12 +509,26 @@ def report_batches(results, args):
         )
 
 
-def write_metrics(results, complaints, args):
+def report_replay(results, args):
+    """Print what --replay says of each layout, for prefill and all tokens of the largest batch.
+    Return {layout: its numbers}."""
+    replayed = {}
+    for layout, runs in results.items():
+        seconds = runs[-1]["prefill_seconds"] + args.tokens * runs[-1]["token_seconds"]
+        cut = with_layout(layout, args)
+        lines, replayed[layout], _ = replay_report(runs[-1]["trace"], seconds, cut)
+        print0("\n".join([layout, *lines]))
+    return replayed
+
+
+def write_metrics(results, complaints, replayed, args):
     """Write --metrics: one JSON object. Bytes are of a whole generation: prefill and T tokens."""
     layouts = {}
     for layout, runs in results.items():
         axes = {axis: getattr(with_layout(layout, args), axis) for axis in AXES}
+        runs = [{key: value for key, value in run.items() if key != "trace"} for run in runs]
         layouts[layout] = {"axes": axes, **runs[-1], "batches": runs[:-1]}
+        layouts[layout] |= {"replay": replayed[layout]} if replayed else {}
     result = {
         "script": args.script,
         "config": {key: value for key, value in vars(args).items() if key != "script"},
@@ -525,8 +543,14 @@ def write_metrics(results, complaints, args):
 COLOURS = dict(zip(LAYOUTS, ("#3b7dd8", "#e08a1e", "#8e5bc0", "#c0392b", "#2f9e5b")))
 
 
+def prefill(costs):
+    """Return rank 0's spans of prefill alone."""
+    return [s for s in costs["trace"][0] if s.end < costs["prefill_seconds"]]
+
+
 def draw(results, args):
-    """Draw --plot: latency against throughput, a line per layout, a point per number of rows."""
+    """Draw --plot: latency against throughput, a line per layout, a point per number of rows; and
+    below what rank 0 does in the prefill of the largest batch."""
     try:
         import matplotlib
     except ImportError:
@@ -534,7 +558,8 @@ def draw(results, args):
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 6))
+    figure, (axes, timeline) = pyplot.subplots(2, 1, figsize=(9, 9), height_ratios=[2, 1])
+    draw_timeline(timeline, {layout: prefill(runs[-1]) for layout, runs in results.items()})
     for layout, runs in results.items():
         points = [(1e3 * costs["token_seconds"], costs["rows_per_second"]) for costs in runs]
         axes.loglog(*zip(*points), "o-", color=COLOURS[layout], lw=2, label=layout)
@@ -576,10 +601,11 @@ def main():
     if not args.no_check and not complaints:
         error = max(costs["check"]["max_rel_diff"] for costs in runs)
         print0(f"same as one device: all tokens, layouts and batches within {error:.0e}   OK")
+    replayed = report_replay(results, args) if args.replay and dist.get_rank() == 0 else {}
     for line in complaints[:9]:  # the rest is in --metrics
         print0(f"FAILED: {line}")
     if dist.get_rank() == 0 and args.metrics:
-        write_metrics(results, complaints, args)
+        write_metrics(results, complaints, replayed, args)
     if dist.get_rank() == 0 and args.plot != "none":
         draw(results, args)
     dist.barrier()  # without it the first to leave may tear the connection from under the last

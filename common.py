@@ -27,12 +27,15 @@ import statistics
 import sys
 import tempfile
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import wraps
+from heapq import heapify, heappop, heappush
 from itertools import groupby
+from math import ceil, log2, prod
 from pathlib import Path
 from threading import current_thread, main_thread
 from time import perf_counter
@@ -142,37 +145,42 @@ def make_batch(args, step):
 
 
 class Span(NamedTuple):
-    name: str  # "forward", "send", "wait", …
+    name: str  # "forward", "send", "receive", …
     start: float  # seconds
     end: float
     thread: str  # "main", or the axis whose communication thread it is
     axis: str | None
     flops: int
-    bytes: int
+    bytes: int  # sent
+    needs: tuple | None  # what it waits for: a message's key, or a task's number
+    gives: tuple | None  # what others may wait for
     note: str  # chapter 4's micro-batch number, for the picture
 
 
 trace = []  # the spans of the current step
-peak = {
-    "activations": 0,
-    "microbatches": 0,
-}  # most bytes saved for backward at a time, and in how many
+numbers = Counter()  # how many messages, tasks and the like there have been, by key
+peak = {"activations": 0, "microbatches": 0}  # most bytes saved for backward, and of how many
 current = {"note": ""}
 
 
 @contextmanager
-def span(name, axis=None, flops=0, bytes=0):
+def span(name, axis=None, flops=0, bytes=0, needs=None, gives=None):
     """Write down what the body does and how long it takes."""
     start = perf_counter()
     yield
-    trace.append(
-        Span(name, start, perf_counter(), thread_name(), axis, flops, bytes, current["note"])
-    )
+    what = thread_name(), axis, flops, bytes, needs, gives, current["note"]
+    trace.append(Span(name, start, perf_counter(), *what))
 
 
 def thread_name():
     thread = current_thread()
     return "main" if thread is main_thread() else thread.name.split("_")[0]
+
+
+def number(*key):
+    """Return the key with the number of times that it has been asked for."""
+    numbers[key] += 1
+    return *key, numbers[key]
 
 
 def communicates(collective):
@@ -182,7 +190,8 @@ def communicates(collective):
     @wraps(collective)
     def wrapper(operand, axis, *more):
         if axis.size > 1:
-            with span(collective.__name__, axis.name):
+            meeting = number("meeting", axis.name, *axis.ranks)
+            with span(collective.__name__, axis.name, needs=meeting):
                 collective(operand, axis, *more)
 
     return wrapper
@@ -195,24 +204,39 @@ class Message(NamedTuple):
     work: dist.Work
     tensor: torch.Tensor
     axis: "Axis"
+    name: str  # of the wait
+    needs: tuple
 
     def wait(self):
-        with span("wait", self.axis.name):
+        with span(self.name, self.axis.name, needs=self.needs):
             self.work.wait(TIME_LIMIT)  # a group made for a mesh has a limit of 30 minutes
 
 
 def isend(tensor, dst, axis, tag=0):
     """As torch.distributed.isend, to rank dst of the axis; the bytes are counted."""
-    nbytes = tensor.numel() * tensor.element_size()
-    with span("send", axis.name, bytes=nbytes):
+    key = number(axis.name, axis.ranks[axis.rank], axis.ranks[dst], tag)
+    with span("send", axis.name, bytes=tensor.nbytes, gives=key):
         work = dist.isend(must_be_contiguous(tensor), group=axis.group, group_dst=dst, tag=tag)
-    return Message(work, tensor, axis)
+    return Message(work, tensor, axis, "sent", ("left", *key))
 
 
 def irecv(tensor, src, axis, tag=0):
     """As torch.distributed.irecv, from rank src of the axis."""
+    key = number(axis.name, axis.ranks[src], axis.ranks[axis.rank], tag)
     work = dist.irecv(must_be_contiguous(tensor), group=axis.group, group_src=src, tag=tag)
-    return Message(work, tensor, axis)
+    return Message(work, tensor, axis, "receive", key)
+
+
+class Task(NamedTuple):
+    """A collective that the axis's communication thread has been given to do."""
+
+    future: Future
+    axis: "Axis"
+    key: tuple
+
+    def wait(self):
+        with span("wait", self.axis.name, needs=("done", *self.key)):
+            self.future.result()
 
 
 def must_be_contiguous(tensor):
@@ -305,6 +329,44 @@ def shares(text):
     return [positive(share) for share in text.split(",")]
 
 
+class Hardware(NamedTuple):
+    """What --replay models."""
+
+    flops: float  # C, per second, of a rank
+    bandwidth: float  # W, bytes per second that a rank can send, and as many that it can receive
+    latency: float = 0.0  # seconds from a byte's leaving to its arrival
+    between: float = 0.0  # W of a rank between nodes, where it is another
+    other: float = 0.0  # how much of what took time here and is not in the model: Adam, Python, …
+
+
+HARDWARE = {
+    # 8 float32 units, 2 FLOPs each, twice a cycle, at 3 GHz, on 4 cores; copies through memory
+    "laptop": Hardware(4 * 8 * 2 * 2 * 3e9, 10e9, 20e-6),
+    # the same with home ethernet, and a round trip of 0.2 ms
+    "ethernet-1g": Hardware(4 * 8 * 2 * 2 * 3e9, 1e9 / 8, 100e-6),
+    # NVIDIA's data sheets: dense bfloat16, NVLink in one direction, a 200 or 400 Gbit/s card each
+    "a100": Hardware(312e12, 300e9, 2e-6, 200e9 / 8),
+    "h100": Hardware(990e12, 450e9, 2e-6, 400e9 / 8),
+    # the scaling book, "TPUs": W is both directions of one axis
+    "tpu-v5p": Hardware(4.6e14, 1.8e11, 1e-6),
+}
+REPLAY_HELP = f"{' '.join(HARDWARE)}, here, or flops=…,bandwidth=…,latency=… of a rank"
+
+
+def hardware(text):
+    """Parse --replay: a name, or a Hardware's fields. What "here" can do, the run must show."""
+    if text in HARDWARE or text == "here":
+        return HARDWARE.get(text, text)
+    pairs = [pair.split("=") for pair in text.split(",")]
+    return Hardware(**{name: above_zero(value) for name, value in pairs})
+
+
+def sizes(text):
+    return {
+        letter: positive(size) for letter, size in (pair.split("=") for pair in text.split(","))
+    }
+
+
 LAYOUTS = ("batch", "1d", "2d", "gathered", "pipeline")
 
 # (chapter that introduces it, flag, what argparse needs to know). Later chapters keep them all,
@@ -327,6 +389,9 @@ FLAGS = [
     (1, "--device", dict(choices=["cpu", "cuda"], help="default: cuda if each rank has a GPU")),
     (1, "--plot", dict(metavar="FILE", help="default: plots/<script>.png; none draws nothing")),
     (1, "--metrics", dict(metavar="FILE", help="write what was measured and predicted as JSON")),
+    (1, "--replay", dict(type=hardware, metavar="HARDWARE", help=REPLAY_HELP)),
+    (1, "--ranks-per-node", dict(type=positive, metavar="N", help="replay: ranks in a machine")),
+    (1, "--scale-to", dict(type=sizes, metavar="D=…,F=…,B=…", help="replay: of a larger model")),
     (1, "--no-check", dict(action="store_true", help="skip the comparison with one device")),
     (1, "--checkpoint", dict(metavar="DIR", help="save at the end; resume from what is there")),
     (1, "--save-every", dict(type=positive, metavar="N", help="save every N steps as well")),
@@ -457,13 +522,28 @@ class Axis:
     group: dist.ProcessGroup
     rank: int  # of this process on the axis
     size: int
-    pending: list = field(default_factory=list)  # futures of what `thread` has been given to do
+    pending: list = field(default_factory=list)  # tasks that nobody has waited for yet
 
     def __post_init__(self):
+        self.ranks = dist.get_process_group_ranks(self.group)
         self.prev_rank, self.next_rank = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         # Messages of a group match in the order they are posted, so two threads on one group would
         # mix up each other's. This is the one thread that may talk while the main thread computes.
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+
+    def submit(self, collective, *operands):
+        """Have the communication thread call collective(*operands); return the Task."""
+        key = number("task", dist.get_rank(), self.name)
+
+        def task():
+            with span("begin", self.name, needs=key):
+                pass
+            collective(*operands)
+            with span("end", self.name, gives=("done", *key)):
+                pass
+
+        with span("submit", self.name, gives=key):
+            return Task(self.thread.submit(task), self, key)
 
 
 @dataclass
@@ -674,6 +754,154 @@ def compare_with_one_device(state, history, args, mesh):
     return dict(zip(names, map(max, *every_rank, (0, 0, 0)))), curves[0].tolist()
 
 
+# ------------------------------------------------------------- replay: the trace on other hardware
+
+
+def replay(traces, hardware, ranks_per_node=None):
+    """Return the traces of one step as they would be on that hardware: an event loop.
+
+    Compute takes flops / C. A send takes bytes / W as soon as the sender's link is free, and
+    arrives a latency later if the receiver's link is. A wait ends when what it waits for has
+    happened. All collectives are made of sends and receives, so nothing else needs a model."""
+    queues = {}
+    for rank, spans in enumerate(traces):
+        for s in spans:
+            meeting = s.needs and s.needs[0] == "meeting"
+            if s.name == "torch_all_reduce" if meeting else s.needs or s.gives or s.axis is None:
+                queues.setdefault((rank, s.thread), deque()).append(s)
+    # What an earlier step gave, like a task that ended in it, has happened already.
+    happened = {s.needs: 0.0 for spans in traces for s in spans if s.needs and s.needs[0] == "done"}
+    for gone in {s.gives for spans in traces for s in spans} & set(happened):
+        del happened[gone]
+    parked, free, met = {}, Counter(), Counter()
+    clock, ended = Counter(), Counter()  # when a thread's last event ended, here and there
+    agenda = [(0.0, lane) for lane in queues]
+    heapify(agenda)
+    replayed = [[] for _ in traces]
+
+    def happen(key, when):
+        happened[key] = when
+        for since, lane in parked.pop(key, []):
+            heappush(agenda, (max(since, when), lane))
+
+    def send(key, nbytes, now):
+        _, src, dst, _, _ = key
+        between = ranks_per_node and src // ranks_per_node != dst // ranks_per_node
+        took = nbytes / (hardware.between if between and hardware.between else hardware.bandwidth)
+        out, into = ("out", src, between), ("into", dst, between)
+        free[out] = max(now, free[out]) + took
+        free[into] = max(free[out] - took + hardware.latency, free[into]) + took
+        happen(("left", *key), free[out])
+        happen(key, free[into])
+
+    while agenda:
+        now, lane = heappop(agenda)
+        s = queues[lane][0]
+        if s.needs and s.needs[0] == "meeting" and s.needs not in happened:
+            met[s.needs] += 1
+            if met[s.needs] == len(s.needs) - 3:  # all ranks are there; a tree's latencies
+                rounds = 2 * ceil(log2(met[s.needs]))
+                happen(s.needs, now + rounds * hardware.latency)
+        if s.needs and s.needs not in happened:
+            parked.setdefault(s.needs, []).append((now, lane))
+            continue
+        unseen = s.start - ended[lane] if s.name != "begin" else 0.0
+        other = unseen + (s.end - s.start if s.axis is None and not s.flops else 0.0)
+        begin = clock[lane] + hardware.other * other
+        end = max(begin, happened.get(s.needs, 0.0)) + s.flops / hardware.flops
+        if s.bytes:
+            send(s.gives, s.bytes, end)
+        elif s.gives:
+            happen(s.gives, end)
+        replayed[lane[0]].append(s._replace(start=clock[lane], end=end))
+        queues[lane].popleft()
+        clock[lane], ended[lane] = end, s.end
+        if queues[lane]:
+            heappush(agenda, (end, lane))
+    return replayed
+
+
+def measured_hardware(traces):
+    """Return this machine as the run's own spans show it: C, W, the latency and the overhead."""
+    spans = [s for trace in traces for s in trace]
+    blocks = [s for s in spans if s.flops]
+    flops = sum(s.flops for s in blocks) / sum(s.end - s.start for s in blocks)
+    sends = {s.gives: s for s in spans if s.bytes}
+    arrivals = sorted((s.end, s.needs) for s in spans if s.name == "receive")
+    before, took = {}, {}
+    for end, key in arrivals:
+        link = key[1:3]
+        start = max(sends[key].start, before.get(link, 0.0))
+        took.setdefault(sends[key].bytes, []).append(end - start)
+        before[link] = end
+    points = {nbytes: statistics.median(times) for nbytes, times in took.items()} or {1: 1e-9}
+    few, many = min(points), max(points)
+    if many < 2 * few or points[many] <= points[few]:  # one size: all of it is bandwidth
+        return Hardware(flops, many / points[many], other=1.0)
+    bandwidth = (many - few) / (points[many] - points[few])
+    return Hardware(flops, bandwidth, max(0.0, points[few] - few / bandwidth), other=1.0)
+
+
+def scaled(traces, args):
+    """Return the traces with the FLOPs and bytes of --scale-to: they follow from the letters."""
+    now = {"B": args.batch_size, "D": args.d_model, "F": args.d_hidden}
+    ratio = {letter: (args.scale_to or {}).get(letter, size) / size for letter, size in now.items()}
+    moved = {"dp": "BF" if args.layout == "2d" else "DF", "tp": "BD", "pp": "BD"}
+    return [
+        [
+            s._replace(
+                flops=s.flops * ratio["B"] * ratio["D"] * ratio["F"],
+                bytes=s.bytes * prod(ratio[letter] for letter in moved.get(s.axis, "")),
+            )
+            for s in trace
+        ]
+        for trace in traces
+    ]
+
+
+def replay_report(traces, measured_seconds, args):
+    """Return (lines, numbers, the replayed traces): what the step costs on --replay's hardware."""
+    hw = measured_hardware(traces) if args.replay == "here" else args.replay
+    replayed = replay(scaled(traces, args), hw, args.ranks_per_node)
+    seconds = max(s.end for trace in replayed for s in trace)
+    parts = [split_time(trace, seconds) for trace in replayed]
+    compute, exposed = (statistics.mean(part[i] for part in parts) / seconds for i in (0, 1))
+    flops = sum(s.flops for trace in scaled(traces, args) for s in trace)
+    result = hw._asdict() | {
+        "step_seconds": seconds,
+        "compute": compute,
+        "exposed_communication": exposed,
+        "model_flops_utilisation": flops / (len(traces) * hw.flops * seconds),
+    }
+    lines = [
+        f"replay with {hw.flops / 1e12:.3g} TFLOP/s, {hw.bandwidth / 1e9:.3g} GB/s,"
+        f" {1e6 * hw.latency:.3g} us, {len(traces)} ranks: step {1e3 * seconds:.3g} ms",
+        f"  compute {compute:.0%}  exposed communication {exposed:.0%}"
+        f"  model FLOPs utilisation {result['model_flops_utilisation']:.0%}",
+    ]
+    if args.replay == "here":
+        lines.append(
+            f"  measured {1e3 * measured_seconds:.3g} ms: replay / measured"
+            f" {seconds / measured_seconds:.2f}"
+        )
+    if args.pp > 1:
+        begin, end, busy = pipeline_times(replayed)
+        result["bubble"] = (end - begin) / busy - 1
+        lines.append(f"  bubble / compute {result['bubble']:.3f}")
+    # Compute hides what a ring sends iff B/X (dp) or F/Y (tp) is above s/2 (n-1)/n C/W.
+    size = getattr(torch, args.dtype).itemsize
+    at = {"B": args.batch_size, "F": args.d_hidden} | (args.scale_to or {})
+    for axis, letter, n in ("dp", "B", args.dp), ("tp", "F", args.tp):
+        if n > 1 and not args.layout:
+            needed = size / 2 * (n - 1) / n * hw.flops / hw.bandwidth
+            bound = "compute" if at[letter] / n > needed else "communication"
+            lines.append(
+                f"  over {axis} {bound}-bound: {letter}/{n} = {at[letter] / n:.0f}, and"
+                f" {size}/2 (n-1)/n C/W = {needed:.0f}"
+            )
+    return lines, result, replayed
+
+
 # --------------------------------------------------------------------------------------- the report
 
 
@@ -782,13 +1010,20 @@ def finish(state, history, costs, args, mesh):
     complaints += [] if args.no_check else wrong_costs(measured, predicted, args)
     if dist.get_rank() == 0:
         lines = report(history, measured, predicted, args)
+        replayed = {}
+        if args.replay and history:
+            seconds = statistics.median(step.seconds for step in history)
+            traces = [m["trace"] for m in measured]
+            more, replayed, traces = replay_report(traces, seconds, args)
+            lines += more
+            measured = [m | {"trace": trace} for m, trace in zip(measured, traces)]
         if differences:
             within = max(differences.values())
             proof = f"same as one device: losses, gradient norms, weights within {within:.0e}"
             lines += [f"{proof}   OK"] if not complaints else []
         print("\n".join(lines + [f"FAILED: {complaint}" for complaint in complaints]), flush=True)
         if args.metrics:
-            write_metrics(history, measured, predicted, differences, complaints, args)
+            write_metrics(history, measured, predicted, differences, complaints, replayed, args)
         if args.plot != "none" and history:
             draw(history, reference, measured, predicted, args)
     dist.barrier()  # without it the first to leave may tear the connection from under the last
@@ -826,7 +1061,7 @@ def report(history, measured, predicted, args):
     return lines
 
 
-def write_metrics(history, measured, predicted, differences, complaints, args):
+def write_metrics(history, measured, predicted, differences, complaints, replayed, args):
     """Write --metrics: one JSON object. Lists of costs have one entry per rank."""
     config = {key: value for key, value in vars(args).items() if key not in ("script", "dp")}
     result = {
@@ -852,6 +1087,8 @@ def write_metrics(history, measured, predicted, differences, complaints, args):
             "predicted": [p["microbatches"] for p in predicted],
         },
     }
+    if replayed:
+        result["replay"] = replayed
     if args.pp > 1 and history:
         begin, end, busy = pipeline_times([m["trace"] for m in measured])
         result["bubble"] = {
@@ -881,7 +1118,6 @@ def draw(history, reference, measured, predicted, args):
         return print("no plot: matplotlib is not installed")
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.patches import Patch
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 6), height_ratios=[1, 2])
     first = args.steps - len(history)
@@ -893,43 +1129,56 @@ def draw(history, reference, measured, predicted, args):
     top.set(xlabel="step", ylabel="loss")
     top.legend(frameon=False)
 
-    lanes = []
-    for rank, m in enumerate(measured):
-        for thread in ["main", *AXES]:
-            spans = [s for s in m["trace"] if s.thread == thread]
-            if spans:
-                lanes.append(f"rank {rank}" if thread == "main" else thread)
-            for s in spans:
-                box = [(1e3 * s.start, 1e3 * (s.end - s.start))]
-                waiting = s.axis is not None and thread == "main"
-                colour, alpha = COLOURS[s.axis or s.name], 0.35 if waiting else 1
-                bottom.broken_barh(box, (len(lanes) - 1.4, 0.8), color=colour, alpha=alpha, lw=0)
-        if args.pp > 1:
-            label_microbatches(bottom, m["trace"], lanes.index(f"rank {rank}"))
-    bottom.set_yticks(range(len(lanes)), lanes)
-    bottom.invert_yaxis()
-    bottom.set(xlabel="ms since the step began", xlim=(0, None))
-    used = {s.axis or s.name for m in measured for s in m["trace"]}
-    legend = [Patch(color=c, label=name) for name, c in COLOURS.items() if name in used]
-    place = {"ncols": len(legend), "loc": "lower right", "bbox_to_anchor": (1, 1)}
-    bottom.legend(handles=legend, frameon=False, **place)
+    lanes = draw_timeline(bottom, {f"rank {rank}": m["trace"] for rank, m in enumerate(measured)})
     if args.pp > 1:
+        for rank, m in enumerate(measured):
+            label_microbatches(bottom, m["trace"], lanes.index(f"rank {rank}"))
         begin, _, busy = pipeline_times([m["trace"] for m in measured])
         bottom.axvline(1e3 * (begin + busy * (1 + predicted[0]["bubble"])), ls="--", color="k")
     seconds = statistics.median(step.seconds for step in history)
+    if args.replay:
+        seconds = max(s.end for m in measured for s in m["trace"])
     compute, exposed, _ = split_time(measured[0]["trace"], seconds)
     figure.suptitle(
-        f"{args.script}: a step of {1e3 * seconds:.1f} ms computes for {1e3 * compute:.1f} ms"
-        f" and waits for messages for {1e3 * exposed:.1f} ms"
+        f"{args.script}{', replayed' if args.replay else ''}: a step of {1e3 * seconds:.3g} ms\n"
+        f"computes for {1e3 * compute:.3g} ms, waits for messages for {1e3 * exposed:.3g} ms"
     )
     figure.tight_layout()
     Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.plot, dpi=120)
 
 
+def draw_timeline(axes, traces):
+    """Draw a lane for the main thread of each trace and for each of its communication threads;
+    return the lanes' names. What the main thread waits for is pale."""
+    from matplotlib.patches import Patch
+
+    lanes = []
+    for name, trace in traces.items():
+        for thread in ["main", *AXES]:
+            spans = [s for s in trace if s.thread == thread]
+            if spans:
+                lanes.append(name if thread == "main" else thread)
+            for s in spans:
+                box = [(1e3 * s.start, 1e3 * (s.end - s.start))]
+                waiting = s.axis is not None and thread == "main"
+                colour, alpha = COLOURS[s.axis or s.name], 0.35 if waiting else 1
+                axes.broken_barh(box, (len(lanes) - 1.4, 0.8), color=colour, alpha=alpha, lw=0)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms", xlim=(0, None))
+    used = {s.axis or s.name for trace in traces.values() for s in trace}
+    legend = [Patch(color=c, label=name) for name, c in COLOURS.items() if name in used]
+    place = {"ncols": len(legend), "loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=legend, frameon=False, **place)
+    return lanes
+
+
 def label_microbatches(axes, trace, lane):
     """Write the micro-batch's number on its forward and on its backward."""
     for _, spans in groupby((s for s in trace if s.flops), lambda s: (s.note, s.name == "forward")):
         spans = list(spans)
+        if spans[-1].end - spans[0].start < trace[-1].end / 80:
+            continue  # too narrow to be read
         middle = 1e3 * (spans[0].start + spans[-1].end) / 2
         axes.text(middle, lane, spans[0].note, ha="center", va="center", fontsize=6)
