@@ -7,6 +7,7 @@ should, its links lead somewhere.
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ MACHINE = [
     (r"^(step +\d+  loss .*?) +[\d.]+ ms$", r"\1 ms"),
     (r"^step [\d.]+ ms \(median\).*", "step"),
     (r"within \S+ +OK", "within OK"),
+    (r"^  measured [\d.]+ ms: .*", "  measured"),
     (r"bubble / compute: \S+", "bubble / compute:"),
     (r"^ *\d+ MB .*", "MB"),
     (r"^(gpipe|1f1b|interleaved|zb-h1) .*", r"\1"),
@@ -119,7 +121,8 @@ def checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for path in [*SCRIPTS.values(), ROOT / "common.py", README]:
         (folder / path.name).write_text(path.read_text())
-    (folder / "tests").symlink_to(ROOT / "tests")
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=lambda *_: ["__pycache__"])
+    (folder / ".github/figures").mkdir(parents=True)
     return folder
 
 
