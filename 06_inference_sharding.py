@@ -47,6 +47,7 @@ from common import (
     initial_weights,
     irecv,
     isend,
+    load,
     make_batch,
     make_mesh,
     newest_checkpoint,
@@ -221,7 +222,7 @@ def init_state(args, mesh):
     state = State(None, None, weights, None, None, shard_layers(args, mesh))
     if args.checkpoint:
         parts = as_dtensors({"": weights}, state.layers, args.zero_stage == 3, args, mesh)
-        dcp.load(parts, checkpoint_id=newest_checkpoint(args.checkpoint))
+        load(parts, newest_checkpoint(args.checkpoint), args)
     return state._replace(weights=weights.to(getattr(torch, args.dtype)), master=None)
 
 

@@ -35,7 +35,7 @@ from datetime import timedelta
 from functools import wraps
 from heapq import heapify, heappop, heappush
 from itertools import groupby
-from math import ceil, log2, prod
+from math import ceil, isfinite, log2, prod
 from pathlib import Path
 from threading import current_thread, main_thread
 from time import perf_counter
@@ -294,6 +294,8 @@ def timed_step(train_step, state, x_BD, t_BD, step, args, mesh):
     seconds = perf_counter() - start
     current["note"] = ""
     loss, norm = float(loss), float(norm)
+    if not isfinite(loss + norm):  # all ranks have the same: they end together
+        raise Diverged(f"step {step}: loss {loss}, grad norm {norm}; a smaller --lr may help")
     if step < 5 or step % 10 == 9 or step == args.steps - 1:
         print0(f"step {step:3d}  loss {loss:.6f}  grad norm {norm:.5f}  {1e3 * seconds:6.1f} ms")
     spans = [s._replace(start=s.start - start, end=s.end - start) for s in trace]
@@ -305,6 +307,10 @@ def timed_step(train_step, state, x_BD, t_BD, step, args, mesh):
 
 class BadInput(Exception):
     """Something the user can mend: ends as one line on standard error and exit code 2."""
+
+
+class Diverged(Exception):
+    """Training can't go on: one line and exit code 1. What was saved before is good."""
 
 
 def positive(text):
@@ -357,14 +363,18 @@ def hardware(text):
     """Parse --replay: a name, or a Hardware's fields. What "here" can do, the run must show."""
     if text in HARDWARE or text == "here":
         return HARDWARE.get(text, text)
-    pairs = [pair.split("=") for pair in text.split(",")]
-    return Hardware(**{name: above_zero(value) for name, value in pairs})
+    return Hardware(**assignments(text, above_zero, Hardware._fields))
 
 
 def sizes(text):
-    return {
-        letter: positive(size) for letter, size in (pair.split("=") for pair in text.split(","))
-    }
+    return assignments(text, positive, "BDF")
+
+
+def assignments(text, kind, names):
+    pairs = [pair.split("=") for pair in text.split(",")]
+    if not all(name in names for name, _ in pairs):
+        raise ValueError
+    return {name: kind(value) for name, value in pairs}
 
 
 LAYOUTS = ("batch", "1d", "2d", "gathered", "pipeline")
@@ -480,24 +490,29 @@ def refuse_what_cannot_work(args, chapter, world_size):
         fail(
             "--sequence-parallel and --zero-stage 1 to 3 use the ring's halves: --collectives ring"
         )
+    if args.replay and args.collectives == "torch":
+        fail("--replay needs --collectives ring: what torch's send can't be seen")
     if len(args.batch_shares or [1] * args.dp) != args.dp:
         fail(f"--batch-shares needs {args.dp} numbers, one for each data-parallel rank")
     if args.save_every and not args.checkpoint:
         fail("--save-every needs --checkpoint DIR")
-    saved = None if chapter == 6 else args.checkpoint  # chapter 6 only reads it
-    for path in args.metrics, saved, None if args.plot == "none" else args.plot:
+    if args.checkpoint and chapter < 6:  # chapter 6 only reads it
+        refuse_unwritable(Path(args.checkpoint) / "unfinished")
+    for path in args.metrics, None if args.plot == "none" else args.plot:
         refuse_unwritable(path)
 
 
 def refuse_unwritable(path):
     if path is None:
         return
-    folder = Path(path).absolute()
-    while not folder.is_dir():
+    folder = Path(path).absolute().parent
+    while not folder.exists():
         folder = folder.parent
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
+        if Path(path).is_dir():
+            raise IsADirectoryError(0, "it is a directory")
     except OSError as error:
         fail(f"cannot write to {path}: {error.strerror}")
 
@@ -566,14 +581,31 @@ def start_up(args):
         backend = "nccl" if args.device == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=TIME_LIMIT, **alone)
+    end_if_any(getattr(args, "problem", None), args)
+    end_if_any(other_settings(args), args)
+    return make_mesh(args)
+
+
+def end_if_any(problem, args):
+    """End all ranks with one line and exit code 2 if any of them has a problem."""
     problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, getattr(args, "problem", None))
+    dist.all_gather_object(problems, problem)
     if any(problems):
         # Together, or the launcher would end the others before they could set their exit code.
         write_error(f"{args.script}.py: {next(filter(None, problems))}")
         dist.barrier()
         os._exit(2)
-    return make_mesh(args)
+
+
+def other_settings(args):
+    """Return a line if a rank, perhaps on another machine, was started differently."""
+    mine = {"torch": str(torch.__version__), **vars(args)} | {"plot": None, "metrics": None}
+    every_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(every_rank, mine)
+    for rank, theirs in enumerate(every_rank):
+        for name, value in every_rank[0].items():
+            if theirs.get(name) != value:
+                return f"rank {rank} has {name} {theirs.get(name)}, rank 0 has {value}"
 
 
 def make_mesh(args):
@@ -601,6 +633,10 @@ def run(main):
     """Run a script's main; whatever happens, this rank ends, and with the right exit code."""
     try:
         code = main()
+    except Diverged as error:
+        write_error(f"FAILED: {error}")
+        dist.barrier()
+        os._exit(1)
     except BaseException as error:  # KeyboardInterrupt too
         if isinstance(error, SystemExit):
             raise
@@ -647,7 +683,8 @@ def trained(state, args, mesh):
 
 def saved_steps(directory):
     """Return the steps that have a complete checkpoint, oldest first."""
-    return sorted(int(path.name[5:]) for path in Path(directory).glob("step-*[0-9]"))
+    names = [path.parent.name for path in Path(directory).glob("step-*/.metadata")]
+    return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
 def newest_checkpoint(directory):
@@ -693,14 +730,24 @@ def begin(state, args, mesh):
     if not steps:
         return 0
     newest = newest_checkpoint(args.checkpoint)
-    dcp.load(trained(state, args, mesh), checkpoint_id=newest)
+    load(trained(state, args, mesh), newest, args)
     # The matmuls' weights too: in bfloat16, and of rows whose master another rank holds.
     weights = state.weights.to(state.master.dtype)
-    tensors = as_dtensors({"": weights}, state.layers, args.zero_stage == 3, args, mesh)
-    dcp.load(tensors, checkpoint_id=newest)
+    load(as_dtensors({"": weights}, state.layers, args.zero_stage == 3, args, mesh), newest, args)
     state.weights.copy_(weights)
     print0(f"resumed from {newest}")
     return steps[-1]
+
+
+def load(tensors, path, args):
+    """Fill the tensors from the checkpoint, or end if it can't be read or is another model's."""
+    problem = None
+    try:
+        dcp.load(tensors, checkpoint_id=path)
+    except (Exception, dcp.CheckpointException) as error:
+        causes = list(getattr(error, "failures", {}).values()) or [(error,)]
+        problem = f"cannot load {path}: {' '.join(str(causes[0][0]).split())[:200]}"
+    end_if_any(problem, args)
 
 
 # --------------------------------------------------------------- the check: the same on one device
