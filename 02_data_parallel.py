@@ -49,8 +49,8 @@ def cut(tensor, n, dim=0):
 
 
 def receive_parts(chunks, axis):
-    """Post the receives of scatter_round, in the order in which the chunks come by: the one after
-    the neighbour's first, this rank's own last. Return [(chunk's number, Message)]."""
+    """Post the receives of scatter_round, in the order in which the chunks come by: on rank r that
+    of chunk r - 2 first, then r - 3, …, its own last. Return [(chunk's number, Message)]."""
     order = [(axis.rank - 2 - hop) % axis.size for hop in range(axis.size - 1)]
     inbox = {i: scratch(f"{axis.name} {i}", chunks[i].shape, chunks[i]) for i in order}
     return [(i, irecv(inbox[i], axis.prev_rank, axis)) for i in order]
@@ -262,7 +262,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
 def update(state, step, args, mesh):
     """Update the weights from the gradients, and return the norm of all gradients."""
     join(mesh.dp)
-    square = torch.linalg.vector_norm(state.grads, dtype=torch.float64).square()
+    square = torch.linalg.vector_norm(state.grads, dtype=torch.float64).square()  # squares add up
     norm = square.sqrt()
     scale = (args.clip_norm / (norm + 1e-6)).clamp(max=1).item()
     adam_update(state, state.grads, scale, step, args)

@@ -50,8 +50,8 @@ def cut(tensor, n, dim=0):
 
 
 def receive_parts(chunks, axis):
-    """Post the receives of scatter_round, in the order in which the chunks come by: the one after
-    the neighbour's first, this rank's own last. Return [(chunk's number, Message)]."""
+    """Post the receives of scatter_round, in the order in which the chunks come by: on rank r that
+    of chunk r - 2 first, then r - 3, …, its own last. Return [(chunk's number, Message)]."""
     order = [(axis.rank - 2 - hop) % axis.size for hop in range(axis.size - 1)]
     inbox = {i: scratch(f"{axis.name} {i}", chunks[i].shape, chunks[i]) for i in order}
     return [(i, irecv(inbox[i], axis.prev_rank, axis)) for i in order]
@@ -293,7 +293,8 @@ def keep_rows(x_BD, axis, args):
 
 
 def kept_rows(x_BD, like_BD, axis, args):
-    """Return x with all its rows again, for the weight half: one more all-gather."""
+    """Return x with all its rows again, for the weight half: one more all-gather. It comes after
+    dx's sum on the same thread, so neither is hidden: the price of keeping only some rows."""
     if not args.sequence_parallel:
         return x_BD
     full_BD = torch.empty_like(like_BD)
@@ -391,7 +392,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
 
     def send(tensor, kind, i, stage):
         """Send what action (kind, i) of that stage needs. The messages are kept until all is done:
-        together they are no more than one layer's x and dx of this rank's rows."""
+        together as large as one layer's x and dx of this rank's rows, for each of its chunks."""
         dst = mesh.pp.next_rank if kind == "F" else mesh.pp.prev_rank
         rows = my_rows(tensor, mesh.tp, args)
         sent.append(isend(rows, dst, mesh.pp, message_tag(kind, i, stage)))
@@ -434,7 +435,7 @@ def message_tag(kind, i, stage):
 def update(state, step, args, mesh):
     """Update the weights from the gradients, and return the norm of all gradients."""
     join(mesh.dp)
-    square = torch.linalg.vector_norm(state.grads, dtype=torch.float64).square()
+    square = torch.linalg.vector_norm(state.grads, dtype=torch.float64).square()  # squares add up
     square = sum_over(square, mesh.tp)  # over the axes that cut the gradients, and only those
     square = sum_over(square, mesh.pp)
     norm = square.sqrt()

@@ -9,8 +9,9 @@ the weights together again.
              and all else as in chapter 4: x [B/X, D], Z stages of L/Z layers, F/Y per tp rank
     moves    a layer's gradients: reduce-scatter over dp after its weight half; its weights:
              all-gather over dp after the update (1, 2), or before each use (3)
-    costs    2 (n-1)/n of the weights per step and rank, as chapter 2; stage 3 one and a half times
-             that, and memory / n
+    costs    for m micro-batches and rank, in parts of (n-1)/n of the weights: stage 1 sends 2, as
+             chapter 2 does; stage 2 m + 1; stage 3 3m. What is cut takes memory / n, and besides
+             stage 3 needs room for two whole layers of weights, 2 and 3 for two of gradients
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 05_zero_sharding.py
 
@@ -56,8 +57,8 @@ def cut(tensor, n, dim=0):
 
 
 def receive_parts(chunks, axis):
-    """Post the receives of scatter_round, in the order in which the chunks come by: the one after
-    the neighbour's first, this rank's own last. Return [(chunk's number, Message)]."""
+    """Post the receives of scatter_round, in the order in which the chunks come by: on rank r that
+    of chunk r - 2 first, then r - 3, …, its own last. Return [(chunk's number, Message)]."""
     order = [(axis.rank - 2 - hop) % axis.size for hop in range(axis.size - 1)]
     inbox = {i: scratch(f"{axis.name} {i}", chunks[i].shape, chunks[i]) for i in order}
     return [(i, irecv(inbox[i], axis.prev_rank, axis)) for i in order]
@@ -307,7 +308,8 @@ def keep_rows(x_BD, axis, args):
 
 
 def kept_rows(x_BD, like_BD, axis, args):
-    """Return x with all its rows again, for the weight half: one more all-gather."""
+    """Return x with all its rows again, for the weight half: one more all-gather. It comes after
+    dx's sum on the same thread, so neither is hidden: the price of keeping only some rows."""
     if not args.sequence_parallel:
         return x_BD
     full_BD = torch.empty_like(like_BD)
@@ -459,7 +461,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
 
     def send(tensor, kind, i, stage):
         """Send what action (kind, i) of that stage needs. The messages are kept until all is done:
-        together they are no more than one layer's x and dx of this rank's rows."""
+        together as large as one layer's x and dx of this rank's rows, for each of its chunks."""
         dst = mesh.pp.next_rank if kind == "F" else mesh.pp.prev_rank
         rows = my_rows(tensor, mesh.tp, args)
         sent.append(isend(rows, dst, mesh.pp, message_tag(kind, i, stage)))
@@ -503,7 +505,7 @@ def update(state, step, args, mesh):
     """Update the weights from the gradients, and return the norm of all gradients."""
     join(mesh.dp)
     grads = my_part_of_D(state.grads, mesh) if args.zero_stage == 1 else state.grads
-    square = torch.linalg.vector_norm(grads, dtype=torch.float64).square()
+    square = torch.linalg.vector_norm(grads, dtype=torch.float64).square()  # squares add up
     square = sum_over(square, mesh.tp)  # over the axes that cut the gradients, and only those
     square = sum_over(square, mesh.pp)
     square = sum_over(square, mesh.dp) if args.zero_stage > 0 else square

@@ -76,8 +76,8 @@ def cut(tensor, n, dim=0):
 
 
 def receive_parts(chunks, axis):
-    """Post the receives of scatter_round, in the order in which the chunks come by: the one after
-    the neighbour's first, this rank's own last. Return [(chunk's number, Message)]."""
+    """Post the receives of scatter_round, in the order in which the chunks come by: on rank r that
+    of chunk r - 2 first, then r - 3, …, its own last. Return [(chunk's number, Message)]."""
     order = [(axis.rank - 2 - hop) % axis.size for hop in range(axis.size - 1)]
     inbox = {i: scratch(f"{axis.name} {i}", chunks[i].shape, chunks[i]) for i in order}
     return [(i, irecv(inbox[i], axis.prev_rank, axis)) for i in order]
@@ -200,8 +200,8 @@ def shard_layers(args, mesh):
 
 
 def shard_weights(weights, args, mesh):
-    """Return this rank's part of the weights [L, D, 2, F]: L over pp, F over tp, and in stage 3
-    D over dp."""
+    """Return this rank's part of the weights [L, D, 2, F]: L over pp, F over tp, and for 2d and
+    gathered, which are cut like chapter 5's stage 3, D over dp."""
     weights = weights[shard_layers(args, mesh)]
     weights = cut(weights, args.tp, dim=3)[mesh.tp.rank]
     if args.zero_stage == 3:
@@ -210,7 +210,7 @@ def shard_weights(weights, args, mesh):
 
 
 def my_part_of_D(weights, mesh):
-    """Return the rows that this rank updates of weights or gradients [L, D, 2, F]: D over dp."""
+    """Return this rank's rows of D of the weights [L, D, 2, F]: D over dp."""
     return cut(weights, mesh.dp.size, dim=1)[mesh.dp.rank]
 
 
@@ -234,8 +234,8 @@ def gather(mine, full, axis, args):
 
 
 def full_weights(layers, state, args, mesh):
-    """Yield (l, weights [D, 2, F]) of one layer after the other. In gathered they are gathered, the
-    next layer's while these are in use: never more than two layers are whole."""
+    """Yield (l, weights [D, 2, F]) of one layer after the other. With layout gathered each is
+    fetched while the one before is in use: never more than two layers are whole."""
     if args.layout != "gathered":
         yield from ((l, state.weights[l]) for l in layers)
         return
@@ -591,7 +591,7 @@ def main():
     print0("layout   ZxXxY  prefill ms/token   rows/s B sent/token  (predicted)   B weights")
     x_BD, _ = make_batch(args, 1_000_000)  # a step that no training gets to
     expected = None if args.no_check else reference_outputs(x_BD, args)
-    results, complaints = {}, []
+    results = {}
     for layout in LAYOUTS if args.layout == "all" else [args.layout]:
         results[layout] = serve(layout, x_BD, expected, args)
         report_layout(layout, results[layout][-1], args)

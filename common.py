@@ -216,14 +216,14 @@ def isend(tensor, dst, axis, tag=0):
     """As torch.distributed.isend, to rank dst of the axis; the bytes are counted."""
     key = number(axis.name, axis.ranks[axis.rank], axis.ranks[dst], tag)
     with span("send", axis.name, bytes=tensor.nbytes, gives=key):
-        work = dist.isend(must_be_contiguous(tensor), group=axis.group, group_dst=dst, tag=tag)
+        work = dist.isend(tensor, group=axis.group, group_dst=dst, tag=tag)
     return Message(work, tensor, axis, "sent", ("left", *key))
 
 
 def irecv(tensor, src, axis, tag=0):
     """As torch.distributed.irecv, from rank src of the axis."""
     key = number(axis.name, axis.ranks[src], axis.ranks[axis.rank], tag)
-    work = dist.irecv(must_be_contiguous(tensor), group=axis.group, group_src=src, tag=tag)
+    work = dist.irecv(tensor, group=axis.group, group_src=src, tag=tag)
     return Message(work, tensor, axis, "receive", key)
 
 
@@ -237,13 +237,6 @@ class Task(NamedTuple):
     def wait(self):
         with span("wait", self.axis.name, needs=("done", *self.key)):
             self.future.result()
-
-
-def must_be_contiguous(tensor):
-    # A strided view is sent as if it were contiguous: the wrong elements, and no error.
-    if not tensor.is_contiguous():
-        raise ValueError(f"a message must be contiguous in memory, not {tensor.stride()}")
-    return tensor
 
 
 buffers = {}
@@ -396,7 +389,7 @@ FLAGS = [
     (1, "--clip-norm", dict(type=above_zero, default=1.0, help="largest global gradient norm")),
     (1, "--seed", dict(type=not_negative, default=0)),
     (1, "--dtype", dict(choices=list(TOLERANCE), default="float32", help="of the matmuls")),
-    (1, "--device", dict(choices=["cpu", "cuda"], help="default: cuda if each rank has a GPU")),
+    (1, "--device", dict(choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU per rank")),
     (1, "--plot", dict(metavar="FILE", help="default: plots/<script>.png; none draws nothing")),
     (1, "--metrics", dict(metavar="FILE", help="write what was measured and predicted as JSON")),
     (1, "--replay", dict(type=hardware, metavar="HARDWARE", help=REPLAY_HELP)),
@@ -463,7 +456,7 @@ def parse_args(file, doc):
         args.tp, args.pp = args.tp or 1, args.pp or 1
         args.dp = world_size // (args.tp * args.pp)
         refuse_what_cannot_work(args, chapter, world_size)
-        args.device = pick_device(args.device)
+        args.device = pick_device(args)
     except BadInput as error:
         args = argparse.Namespace(device="cpu", problem=str(error))
     args.script, args.plot = name, getattr(args, "plot", None) or f"plots/{name}.png"
@@ -521,12 +514,16 @@ def usable_cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def pick_device(wanted):
-    """Return "cuda" if every rank of this machine can have a GPU of its own, else "cpu"."""
+def pick_device(args):
+    """Return --device, which is cpu unless told otherwise: the rings here are written for gloo."""
+    if args.device != "cuda":
+        return "cpu"
     gpus, ranks = torch.cuda.device_count(), environment("LOCAL_WORLD_SIZE", 1)
-    if wanted == "cuda" and gpus < ranks:
+    if gpus < ranks:
         fail(f"--device cuda: {ranks} ranks on this machine, but {gpus} GPUs")
-    return wanted or ("cuda" if gpus >= ranks else "cpu")
+    if ranks > 1 and (args.collectives != "torch" or args.pp > 1):
+        fail("--device cuda with several ranks needs --collectives torch, and no --pp")
+    return "cuda"
 
 
 @dataclass
@@ -579,8 +576,15 @@ def start_up(args):
         torch.set_num_threads(max(1, usable_cores() // environment("LOCAL_WORLD_SIZE", 1)))
     if not dist.is_initialized():
         backend = "nccl" if args.device == "cuda" else "gloo"
-        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group(backend, timeout=TIME_LIMIT, **alone)
+        store, rank, world_size = dist.HashStore(), 0, 1
+        if "RANK" in os.environ:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=TIME_LIMIT))
+            # torchrun keeps the store when it restarts the ranks, and with it the addresses of
+            # those that are gone. (On several machines the count may differ: see the README.)
+            if environment("GROUP_WORLD_SIZE", 1) == 1:
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        where = dict(store=store, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, timeout=TIME_LIMIT, **where)
     end_if_any(getattr(args, "problem", None), args)
     end_if_any(other_settings(args), args)
     return make_mesh(args)
@@ -619,7 +623,7 @@ def make_mesh(args):
 
 
 def write_error(line):
-    if environment("RANK", 0) == 0:
+    if environment("LOCAL_RANK", 0) == 0:  # one of each machine
         sys.stderr.write(f"{line}\n")  # one call, so that no other rank's line falls into it
         sys.stderr.flush()
 
@@ -729,7 +733,11 @@ def begin(state, args, mesh):
     steps = saved_steps(args.checkpoint) if args.checkpoint else []
     if not steps:
         return 0
-    newest = newest_checkpoint(args.checkpoint)
+    newest, mine = newest_checkpoint(args.checkpoint), (args.layers, args.d_model, args.d_hidden)
+    if saved_sizes(args.checkpoint) != mine:
+        end_if_any(f"{newest} has L, D, F {saved_sizes(args.checkpoint)}, this run {mine}", args)
+    if steps[-1] > args.steps:
+        end_if_any(f"{newest} is past --steps {args.steps}", args)
     load(trained(state, args, mesh), newest, args)
     # The matmuls' weights too: in bfloat16, and of rows whose master another rank holds.
     weights = state.weights.to(state.master.dtype)
@@ -789,14 +797,14 @@ def compare_with_one_device(state, history, args, mesh):
     differences = ((ours - theirs) / theirs).abs().nan_to_num(nan=torch.inf)
     losses, norms = differences.amax(1).tolist() if history else (0.0, 0.0)
 
-    shape, offset = compute_local_shape_and_global_offset(
-        (args.d_model, args.d_hidden), mesh.devices["dp", "tp"], placements(args.zero_stage > 0)
+    error = max(
+        difference_from(weights[list(state.layers)], state.master, args.zero_stage > 0, args, mesh),
+        difference_from(
+            weights[list(state.layers)], state.weights, args.zero_stage == 3, args, mesh
+        ),
     )
-    d, f = (slice(start, start + size) for start, size in zip(offset, shape))
-    mine = weights[list(state.layers)]
-    error = (state.master - mine[:, d, :, f]).norm() / max(mine.norm().item(), 1e-30)
     every_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(every_rank, (losses, norms, error.nan_to_num(nan=torch.inf).item()))
+    dist.all_gather_object(every_rank, (losses, norms, error))
     names = "losses", "gradient norms", "weights"
     return dict(zip(names, map(max, *every_rank, (0, 0, 0)))), curves[0].tolist()
 
@@ -949,6 +957,17 @@ def replay_report(traces, measured_seconds, args):
     return lines, result, replayed
 
 
+def difference_from(whole, mine, d_is_cut, args, mesh):
+    """Return the relative difference of this rank's part from its part of [L, D, 2, F]."""
+    shape, offset = compute_local_shape_and_global_offset(
+        (args.d_model, args.d_hidden), mesh.devices["dp", "tp"], placements(d_is_cut)
+    )
+    d, f = (slice(start, start + size) for start, size in zip(offset, shape))
+    part = whole[:, d, :, f].to(mine.dtype)
+    error = (mine - part).double().norm() / max(part.double().norm().item(), 1e-30)
+    return error.nan_to_num(nan=torch.inf).item()
+
+
 # --------------------------------------------------------------------------------------- the report
 
 
@@ -1017,9 +1036,9 @@ def wrong_costs(measured, predicted, args):
 def median_step(history):
     """Return the index of the median step as rank 0 timed it, the same on all ranks."""
     order = sorted(range(len(history)), key=lambda i: history[i].seconds)
-    chosen = torch.tensor(order[len(order) // 2])
-    dist.broadcast(chosen, 0)
-    return int(chosen)
+    chosen = [order[len(order) // 2]]
+    dist.broadcast_object_list(chosen, 0)
+    return chosen[0]
 
 
 def split_time(trace, seconds):
@@ -1099,8 +1118,9 @@ def report(history, measured, predicted, args):
         lines.append(f"memory: {what:11} {nbytes:13,} B (predicted {p['memory'][what]:,})")
     if args.pp > 1:
         begin, end, busy = pipeline_times([each["trace"] for each in measured])
+        pieces = "pieces" if args.schedule == "interleaved" else "micro-batches"
         lines.append(
-            f"micro-batches alive: {m['microbatches']} (predicted {p['microbatches']})  bubble"
+            f"{pieces} alive: {m['microbatches']} (predicted {p['microbatches']})  bubble"
             f" / compute: {(end - begin) / busy - 1:.2f} (predicted {p['bubble']:.3f})"
         )
         if environment("LOCAL_WORLD_SIZE", 1) > usable_cores():

@@ -94,3 +94,27 @@ def test_none_left_to_do(tmp_path):
     run(2, 2, flags, tmp_path)
     losses, printed = run(2, 2, flags, tmp_path)
     assert losses == [] and "no steps" in printed
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--layers 4", "has L, D, F (5, 7, 12), this run (4, 7, 12)"),
+        ("--d-model 8", "this run (5, 8, 12)"),
+        ("--steps 1", "is past --steps 1"),
+    ],
+)
+def test_one_that_does_not_fit(tmp_path, flags, says):
+    run(2, 2, f"{SIZES} --steps 2 --checkpoint {tmp_path}", tmp_path)
+    results = run_to_the_end(SCRIPTS[2], f"{SIZES} --checkpoint {tmp_path} {flags}", 2)
+    assert [code for code, _, _ in results] == [2, 2]
+    assert results[0][2].count("\n") == 1 and says in results[0][2], results[0][2]
+
+
+def test_one_that_is_damaged(tmp_path):
+    run(2, 2, f"{SIZES} --steps 2 --checkpoint {tmp_path}", tmp_path)
+    for path in (tmp_path / "step-2").glob("*.distcp"):
+        path.unlink()
+    results = run_to_the_end(SCRIPTS[5], f"{SIZES} --checkpoint {tmp_path}", 2)
+    assert [code for code, _, _ in results] == [2, 2]
+    assert "cannot load" in results[0][2] and results[0][2].count("\n") == 1, results[0][2]

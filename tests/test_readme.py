@@ -221,7 +221,8 @@ def fill(words):
             print(body)
             if (body, shown) in EDITS:
                 lines = run_edit(body, Path(folder)).splitlines()
-                printed = "\n".join(lines[:3] + ["…"] * (len(lines) > 3)) + "\n"
+                sent = [line for line in lines[3:] if "rank 0 sent" in line][:1]
+                printed = "\n".join(lines[:3] + sent + ["…"] * (len(lines) > 3)) + "\n"
             else:
                 printed = as_shown(shown, run_command(body, ROOT))
             print(printed)
