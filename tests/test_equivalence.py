@@ -57,7 +57,7 @@ def test_fewer_rows_than_ranks(group, one_device):
     check(group, one_device, 2, 4, "", ODD.replace("26", "1"))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, EIGHT])
 def test_tensor_parallel(group, one_device, ranks):
     for tp in {ranks, 2 if ranks % 2 == 0 else 1}:
         for flags in ["", "--sequence-parallel", "--no-overlap", "--microbatches 4"]:

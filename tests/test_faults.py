@@ -84,7 +84,10 @@ def test_bad_input_under_torchrun():
     )
 
 
-@pytest.mark.parametrize("chapter", [1, 2, 3, 4, 5])
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in (3, 4)]
+
+
+@pytest.mark.parametrize("chapter", [1, 2, *SLOW, 5])
 def test_default_run(tmp_path, chapter):
     """A script as the README starts it: fast, no warnings, the loss falls tenfold, one picture."""
     metrics, start = tmp_path / "metrics.json", time.time()

@@ -48,7 +48,10 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in (6, 8)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, *SLOW])
 def test_every_layout_equals_one_device(group, ranks):
     sizes = [f"{size} --dtype float64 --tokens 2" for size in SIZES]
     cases = [(size, LAYOUTS) for size in sizes]

@@ -23,7 +23,7 @@ def rank_of_no_network(rank, shape, monkeypatch):
     """As rank `rank` of (pp, dp, tp) = shape: yield the Mesh, and clear the trace."""
     monkeypatch.setattr(common.dist, "isend", lambda *_, **__: Nothing())
     monkeypatch.setattr(common.dist, "irecv", lambda *_, **__: Nothing())
-    monkeypatch.setattr(common.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(common.dist, "all_reduce", lambda *_, **__: Nothing())
     monkeypatch.setattr(common.dist, "get_rank", lambda *_: rank)
     monkeypatch.setattr(common.dist, "get_process_group_ranks", lambda ranks: ranks)
     common.numbers.clear()
