@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
 SIZES = [1, 8, 64]  # MB
-REPETITIONS = {1: 200, 8: 80, 64: 15}
+REPETITIONS = {1: 100, 8: 40, 64: 9}
 
 
 def load(name):
