@@ -1226,11 +1226,14 @@ def draw_timeline(axes, traces):
             spans = [s for s in trace if s.thread == thread]
             if spans:
                 lanes.append(name if thread == "main" else thread)
+            boxes = {}  # by colour: one call draws them all
             for s in spans:
-                box = [(1e3 * s.start, 1e3 * (s.end - s.start))]
                 waiting = s.axis is not None and thread == "main"
-                colour, alpha = COLOURS[s.axis or s.name], 0.35 if waiting else 1
-                axes.broken_barh(box, (len(lanes) - 1.4, 0.8), color=colour, alpha=alpha, lw=0)
+                look = COLOURS[s.axis or s.name], 0.35 if waiting else 1
+                boxes.setdefault(look, []).append((1e3 * s.start, 1e3 * (s.end - s.start)))
+            for (colour, alpha), places in boxes.items():
+                lane = len(lanes) - 1.4, 0.8
+                axes.broken_barh(places, lane, color=colour, alpha=alpha, lw=0)
     axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
     axes.set(xlabel="ms", xlim=(0, None))
