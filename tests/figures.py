@@ -247,6 +247,7 @@ def overlap(path):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
     sys.argv[1:] = []
     if "RANK" in os.environ:
         overlap(folder)
