@@ -25,10 +25,8 @@ What is dropped, and what is new:  git diff --no-index 05_zero_sharding.py 06_in
 Paper:  Pope et al. 2022, "Efficiently Scaling Transformer Inference" (arXiv 2211.05102), section 3
 """
 
-import json
 import os
 from argparse import Namespace
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -44,6 +42,7 @@ from common import (
     buffers,
     communicates,
     draw_timeline,
+    import_pyplot,
     initial_weights,
     irecv,
     isend,
@@ -55,11 +54,13 @@ from common import (
     print0,
     replay_report,
     run,
+    save_figure,
     scratch,
     span,
     start_up,
     storage_bytes,
     trace,
+    write_json,
 )
 
 # Largest relative difference of a row from one device's that rounding explains.
@@ -537,8 +538,7 @@ def write_metrics(results, complaints, replayed, args):
         "layouts": layouts,
         "check": {"passed": None if args.no_check else not complaints},
     }
-    Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.metrics).write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.metrics, result)
 
 
 COLOURS = dict(zip(LAYOUTS, ("#3b7dd8", "#e08a1e", "#8e5bc0", "#c0392b", "#2f9e5b")))
@@ -552,13 +552,9 @@ def prefill(costs):
 def draw(results, args):
     """Draw --plot: latency against throughput, a line per layout, a point per number of rows; and
     below what rank 0 does in the prefill of the largest batch."""
-    try:
-        import matplotlib
-    except ImportError:
-        return print("no plot: matplotlib is not installed")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
+    if pyplot is None:
+        return
     figure, (axes, timeline) = pyplot.subplots(2, 1, figsize=(9, 9), height_ratios=[2, 1])
     draw_timeline(timeline, {layout: prefill(runs[-1]) for layout, runs in results.items()})
     for layout, runs in results.items():
@@ -574,9 +570,7 @@ def draw(results, args):
     axes.margins(0.08)
     title = f"{args.script}: latency against throughput, {dist.get_world_size()} ranks"
     axes.set_title(f"{title}\na point for each batch of {batch_sizes(args)} rows", fontsize=12)
-    figure.tight_layout()
-    Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.plot, dpi=120)
+    save_figure(figure, args.plot)
 
 
 def main():

@@ -1,7 +1,8 @@
 """What is the same in all six scripts: the MLP, the data, start-up, timing and the final check.
 
 There is no lesson in here. Nothing in this file cuts a tensor or calls a collective on one, so you
-can read the scripts first and look up a name when you meet it.
+can read the scripts first and look up a name when you meet it. What the scripts call while they
+work is above the line "From here on"; below it is what surrounds them.
 
 The letters in a tensor's name are its logical dimensions:
 
@@ -34,7 +35,7 @@ from datetime import timedelta
 from functools import wraps
 from heapq import heapify, heappop, heappush
 from itertools import groupby
-from math import ceil, isfinite, log2, prod
+from math import ceil, inf, isfinite, log2, prod
 from pathlib import Path
 from threading import current_thread
 from time import perf_counter
@@ -46,6 +47,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import tree_leaves
 
 AXES = ("pp", "dp", "tp")
 TIME_LIMIT = timedelta(seconds=60)  # of every wait for another rank; the default is 30 minutes
@@ -203,335 +205,6 @@ def communicates(collective):
     return wrapper
 
 
-class Message(NamedTuple):
-    """A send or receive under way. Holds on to the tensor: freed or overwritten before the message
-    has left, it would be the wrong numbers that arrive."""
-
-    work: dist.Work
-    tensor: torch.Tensor
-    axis: "Axis"
-    name: str  # of the wait
-    needs: tuple
-
-    def wait(self):
-        with span(self.name, self.axis.name, needs=self.needs):
-            self.work.wait(TIME_LIMIT)  # a group made for a mesh has a limit of 30 minutes
-
-
-def isend(tensor, dst, axis, tag=0):
-    """As torch.distributed.isend, to rank dst of the axis; the bytes are counted."""
-    key = number(axis.name, axis.ranks[axis.rank], axis.ranks[dst], tag)
-    with span("send", axis.name, bytes=tensor.nbytes, gives=key):
-        work = dist.isend(tensor, group=axis.group, group_dst=dst, tag=tag)
-    return Message(work, tensor, axis, "sent", ("left", *key))
-
-
-def irecv(tensor, src, axis, tag=0):
-    """As torch.distributed.irecv, from rank src of the axis."""
-    key = number(axis.name, axis.ranks[src], axis.ranks[axis.rank], tag)
-    work = dist.irecv(tensor, group=axis.group, group_src=src, tag=tag)
-    return Message(work, tensor, axis, "receive", key)
-
-
-class Task(NamedTuple):
-    """A collective that the axis's communication thread has been given to do."""
-
-    future: Future
-    axis: "Axis"
-    key: tuple
-
-    def wait(self):
-        with span("wait", self.axis.name, needs=("done", *self.key)):
-            self.future.result()
-
-
-buffers = {}
-
-
-def scratch(name, shape, like):
-    """Return the buffer of this name: allocating it anew in each step can cost more than adding."""
-    key = name, shape, like.dtype
-    if key not in buffers:
-        buffers[key] = like.new_empty(shape)
-    return buffers[key]
-
-
-def track_activations(*groups):
-    """Note the peak of what is kept for backward: {micro-batch: a list with tensors, per layer}."""
-    microbatches = [saved for group in groups for saved in group.values()]
-    nbytes = sum(tensor.nbytes for tensor in flatten(microbatches))
-    peak["activations"] = max(peak["activations"], nbytes)
-    peak["microbatches"] = max(peak["microbatches"], len(microbatches))
-
-
-def flatten(nested):
-    """Yield the tensors in lists of lists or tuples."""
-    for item in nested:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, list | tuple):
-            yield from flatten(item)
-
-
-class Step(NamedTuple):
-    """What is kept of a training step."""
-
-    loss: float
-    norm: float
-    seconds: float
-    trace: list
-
-
-def timed_step(train_step, state, x_BD, t_BD, step, args, mesh):
-    """Run one training step on all ranks at once, print its line and return its Step."""
-    dist.barrier()
-    trace.clear()
-    start = perf_counter()
-    loss, norm = train_step(state, x_BD, t_BD, step, args, mesh)
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    seconds = perf_counter() - start
-    current["note"] = ""
-    loss, norm = float(loss), float(norm)
-    if not isfinite(loss + norm):  # all ranks have the same: they end together
-        raise Diverged(f"step {step}: loss {loss}, grad norm {norm}; a smaller --lr may help")
-    if step < 5 or step % 10 == 9 or step == args.steps - 1:
-        print0(f"step {step:3d}  loss {loss:.6f}  grad norm {norm:.5f}  {1e3 * seconds:6.1f} ms")
-    spans = [s._replace(start=s.start - start, end=s.end - start) for s in trace]
-    return Step(loss, norm, seconds, spans)
-
-
-# ------------------------------------------------------------------- the command line, start, end
-
-
-class BadInput(Exception):
-    """Something the user can mend: ends as one line on standard error and exit code 2."""
-
-
-class Diverged(Exception):
-    """Training can't go on: one line and exit code 1. What was saved before is good."""
-
-
-def positive(text):
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-def not_negative(text):
-    if int(text) < 0:
-        raise ValueError
-    return int(text)
-
-
-def above_zero(text):
-    if not 0 < float(text) < float("inf"):
-        raise ValueError
-    return float(text)
-
-
-def shares(text):
-    return [positive(share) for share in text.split(",")]
-
-
-class Hardware(NamedTuple):
-    """What --replay models."""
-
-    flops: float  # C, per second, of a rank
-    bandwidth: float  # W, bytes per second that a rank can send, and as many that it can receive
-    latency: float = 0.0  # seconds from a byte's leaving to its arrival
-    between: float = 0.0  # W of a rank between nodes, where it is another
-    other: float = 0.0  # how much of what took time here and is not in the model: Adam, Python, …
-
-
-HARDWARE = {
-    # 8 float32 units, 2 FLOPs each, twice a cycle, at 3 GHz, on 4 cores; copies through memory
-    "laptop": Hardware(4 * 8 * 2 * 2 * 3e9, 10e9, 20e-6),
-    # the same with home ethernet, and a round trip of 0.2 ms
-    "ethernet-1g": Hardware(4 * 8 * 2 * 2 * 3e9, 1e9 / 8, 100e-6),
-    # NVIDIA's data sheets: dense bfloat16, NVLink in one direction, a 200 or 400 Gbit/s card each
-    "a100": Hardware(312e12, 300e9, 2e-6, 200e9 / 8),
-    "h100": Hardware(990e12, 450e9, 2e-6, 400e9 / 8),
-    # the scaling book, "TPUs": W is both directions of one axis
-    "tpu-v5p": Hardware(4.6e14, 1.8e11, 1e-6),
-}
-REPLAY_HELP = f"{' '.join(HARDWARE)}, here, or flops=…,bandwidth=…,latency=… of a rank"
-
-
-def hardware(text):
-    """Parse --replay: a name, or a Hardware's fields. What "here" can do, the run must show."""
-    if text in HARDWARE or text == "here":
-        return HARDWARE.get(text, text)
-    return Hardware(**assignments(text, above_zero, Hardware._fields))
-
-
-def sizes(text):
-    return assignments(text, positive, "BDF")
-
-
-def assignments(text, kind, names):
-    pairs = [pair.split("=") for pair in text.split(",")]
-    if not all(name in names for name, _ in pairs):
-        raise ValueError
-    return {name: kind(value) for name, value in pairs}
-
-
-LAYOUTS = ("batch", "1d", "2d", "gathered", "pipeline")
-
-# (chapter that introduces it, flag, what argparse needs to know). Later chapters keep them all,
-# except that chapter 6, which does not train, knows none of TRAINING.
-FLAGS = [
-    (1, "--layers", dict(type=positive, default=8, help="L, blocks in the stack")),
-    (1, "--d-model", dict(type=positive, default=64, help="D, features of a row")),
-    (1, "--d-hidden", dict(type=positive, default=256, help="F, hidden features of a block")),
-    (
-        1,
-        "--batch-size",
-        dict(type=positive, default=256, help="B, rows of all ranks: 256; 6: 1024"),
-    ),
-    (1, "--microbatches", dict(type=positive, help="pieces of the rows: 1; 4: 8; 6: stages")),
-    (1, "--steps", dict(type=not_negative, default=60)),
-    (1, "--lr", dict(type=above_zero, default=1e-3, help="Adam's learning rate")),
-    (1, "--clip-norm", dict(type=above_zero, default=1.0, help="largest global gradient norm")),
-    (1, "--seed", dict(type=not_negative, default=0)),
-    (1, "--dtype", dict(choices=list(TOLERANCE), default="float32", help="of the matmuls")),
-    (1, "--device", dict(choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU per rank")),
-    (1, "--plot", dict(metavar="FILE", help="default: plots/<script>.png; none draws nothing")),
-    (1, "--metrics", dict(metavar="FILE", help="write what was measured and predicted as JSON")),
-    (1, "--replay", dict(type=hardware, metavar="HARDWARE", help=REPLAY_HELP)),
-    (1, "--ranks-per-node", dict(type=positive, metavar="N", help="replay: ranks in a machine")),
-    (1, "--scale-to", dict(type=sizes, metavar="D=…,F=…,B=…", help="replay: of a larger model")),
-    (1, "--no-check", dict(action="store_true", help="skip the comparison with one device")),
-    (1, "--checkpoint", dict(metavar="DIR", help="save at the end; resume from what is there")),
-    (1, "--save-every", dict(type=positive, metavar="N", help="save every N steps as well")),
-    (2, "--collectives", dict(choices=["ring", "naive", "torch"], default="ring")),
-    (2, "--no-overlap", dict(action="store_true", help="wait for each collective at once")),
-    (2, "--batch-shares", dict(type=shares, metavar="3,1", help="rows per dp rank, as a ratio")),
-    (3, "--tp", dict(type=positive, help="ranks that share F")),
-    (3, "--sequence-parallel", dict(action="store_true", help="cut rows between the blocks")),
-    (4, "--pp", dict(type=positive, help="pipeline stages that share L")),
-    (4, "--schedule", dict(choices=["gpipe", "1f1b", "interleaved", "zb-h1"], default="1f1b")),
-    (4, "--chunks", dict(type=positive, default=2, help="interleaved: chunks of layers per rank")),
-    (5, "--zero-stage", dict(type=int, choices=[0, 1, 2, 3], default=3)),
-    (6, "--layout", dict(choices=[*LAYOUTS, "all"], default="all", help="what is cut")),
-    (6, "--tokens", dict(type=positive, default=8, metavar="T", help="decode steps")),
-]
-TRAINING = (
-    "--steps --lr --clip-norm --save-every --collectives --batch-shares --sequence-parallel --pp"
-    " --schedule --chunks --zero-stage"
-).split()
-
-
-def environment(name, default):
-    return int(os.environ.get(name, default))
-
-
-def parse_args(file, doc):
-    """Parse the flags of this chapter and all before it.
-
-    Raises BadInput later, in start_up, so that all ranks end in the same way."""
-    name, world_size = Path(file).stem, environment("WORLD_SIZE", 1)
-    chapter = int(name[:2])
-    parser = argparse.ArgumentParser(
-        f"{name}.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.error = fail
-    for since, flag, options in FLAGS:
-        if since <= chapter and not (chapter == 6 and flag in TRAINING):
-            parser.add_argument(flag, **options)
-    if chapter == 6:
-        parser.set_defaults(batch_size=1024)
-    if environment("RANK", 0) > 0 and {"-h", "--help"} & set(sys.argv):
-        sys.exit()  # rank 0 alone prints the help
-    try:
-        args = parser.parse_args()
-        for since, flag, options in FLAGS:  # as if they were there, and off
-            if since > chapter or (chapter == 6 and flag in TRAINING):
-                default = options.get("default") if since < 5 else 0
-                setattr(args, flag[2:].replace("-", "_"), default)
-        args.microbatches = args.microbatches or {4: 8, 6: world_size}.get(chapter, 1)
-        if chapter == 3:  # a chapter gives all ranks to its own axis, unless told otherwise
-            args.tp = args.tp or world_size
-        elif chapter == 4:
-            args.tp = args.tp or 1
-            args.pp = args.pp or max(1, world_size // args.tp)
-        elif chapter == 6:  # of the layout 2d: as square as can be
-            args.tp = args.tp or square(world_size)
-            if args.checkpoint:
-                args.layers, args.d_model, args.d_hidden = saved_sizes(args.checkpoint)
-        args.tp, args.pp = args.tp or 1, args.pp or 1
-        args.dp = world_size // (args.tp * args.pp)
-        refuse_what_cannot_work(args, chapter, world_size)
-        args.device = pick_device(args)
-    except BadInput as error:
-        args = argparse.Namespace(device="cpu", problem=str(error))
-    args.script, args.plot = name, getattr(args, "plot", None) or f"plots/{name}.png"
-    return args
-
-
-def square(n):
-    """Return the smallest divisor of n that is no less than its square root."""
-    return next(y for y in range(1, n + 1) if y * y >= n and n % y == 0)
-
-
-def fail(message):
-    raise BadInput(message)
-
-
-def refuse_what_cannot_work(args, chapter, world_size):
-    if chapter == 1 and world_size > 1:
-        fail(f"one device, so one rank, not {world_size}: chapter 2 is the first to use more")
-    if args.tp * args.pp * args.dp != world_size:
-        fail(f"--tp {args.tp} x --pp {args.pp} does not divide the {world_size} ranks")
-    if args.schedule == "interleaved" and args.microbatches % args.pp:
-        fail("--schedule interleaved needs --microbatches to be a multiple of --pp")
-    if args.collectives != "ring" and (args.sequence_parallel or args.zero_stage):
-        fail(
-            "--sequence-parallel and --zero-stage 1 to 3 use the ring's halves: --collectives ring"
-        )
-    if args.replay and args.collectives == "torch":
-        fail("--replay needs --collectives ring: what torch's send can't be seen")
-    if len(args.batch_shares or [1] * args.dp) != args.dp:
-        fail(f"--batch-shares needs {args.dp} numbers, one for each data-parallel rank")
-    if args.save_every and not args.checkpoint:
-        fail("--save-every needs --checkpoint DIR")
-    if args.checkpoint and chapter < 6:  # chapter 6 only reads it
-        refuse_unwritable(Path(args.checkpoint) / "unfinished")
-    for path in args.metrics, None if args.plot == "none" else args.plot:
-        refuse_unwritable(path)
-
-
-def refuse_unwritable(path):
-    if path is None:
-        return
-    folder = Path(path).absolute().parent
-    while not folder.exists():
-        folder = folder.parent
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-        if Path(path).is_dir():
-            raise IsADirectoryError(0, "it is a directory")
-    except OSError as error:
-        fail(f"cannot write to {path}: {error.strerror}")
-
-
-def usable_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def pick_device(args):
-    """Return --device, which is cpu unless told otherwise: the rings here are written for gloo."""
-    if args.device != "cuda":
-        return "cpu"
-    gpus, ranks = torch.cuda.device_count(), environment("LOCAL_WORLD_SIZE", 1)
-    if gpus < ranks:
-        fail(f"--device cuda: {ranks} ranks on this machine, but {gpus} GPUs")
-    if ranks > 1 and (args.collectives != "torch" or args.pp > 1):
-        fail("--device cuda with several ranks needs --collectives torch, and no --pp")
-    return "cuda"
-
-
 @dataclass
 class Axis:
     """One axis of the mesh, as one rank sees it."""
@@ -572,6 +245,302 @@ class Mesh:
     pp: Axis
     dp: Axis
     tp: Axis
+
+
+class Task(NamedTuple):
+    """A collective that the axis's communication thread has been given to do."""
+
+    future: Future
+    axis: Axis
+    key: tuple
+
+    def wait(self):
+        with span("wait", self.axis.name, needs=("done", *self.key)):
+            self.future.result()
+
+
+class Message(NamedTuple):
+    """A send or receive under way. Holds on to the tensor: freed or overwritten before the message
+    has left, it would be the wrong numbers that arrive."""
+
+    work: dist.Work
+    tensor: torch.Tensor
+    axis: Axis
+    name: str  # of the wait
+    needs: tuple
+
+    def wait(self):
+        with span(self.name, self.axis.name, needs=self.needs):
+            self.work.wait(TIME_LIMIT)  # a group made for a mesh has a limit of 30 minutes
+
+
+def isend(tensor, dst, axis, tag=0):
+    """As torch.distributed.isend, to rank dst of the axis; the bytes are counted."""
+    key = number(axis.name, axis.ranks[axis.rank], axis.ranks[dst], tag)
+    with span("send", axis.name, bytes=tensor.nbytes, gives=key):
+        work = dist.isend(tensor, group=axis.group, group_dst=dst, tag=tag)
+    return Message(work, tensor, axis, "sent", ("left", *key))
+
+
+def irecv(tensor, src, axis, tag=0):
+    """As torch.distributed.irecv, from rank src of the axis."""
+    key = number(axis.name, axis.ranks[src], axis.ranks[axis.rank], tag)
+    work = dist.irecv(tensor, group=axis.group, group_src=src, tag=tag)
+    return Message(work, tensor, axis, "receive", key)
+
+
+buffers = {}
+
+
+def scratch(name, shape, like):
+    """Return the buffer of this name: allocating it anew in each step can cost more than adding."""
+    key = name, shape, like.dtype
+    if key not in buffers:
+        buffers[key] = like.new_empty(shape)
+    return buffers[key]
+
+
+def track_activations(*groups):
+    """Note the peak of what is kept for backward: {micro-batch: a list with tensors, per layer}."""
+    microbatches = [saved for group in groups for saved in group.values()]
+    tensors = [leaf for leaf in tree_leaves(microbatches) if isinstance(leaf, torch.Tensor)]
+    peak["activations"] = max(peak["activations"], sum(tensor.nbytes for tensor in tensors))
+    peak["microbatches"] = max(peak["microbatches"], len(microbatches))
+
+
+class Step(NamedTuple):
+    """What is kept of a training step."""
+
+    loss: float
+    norm: float
+    seconds: float
+    trace: list
+
+
+def timed_step(train_step, state, x_BD, t_BD, step, args, mesh):
+    """Run one training step on all ranks at once, print its line and return its Step."""
+    dist.barrier()
+    trace.clear()
+    start = perf_counter()
+    loss, norm = train_step(state, x_BD, t_BD, step, args, mesh)
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+    seconds = perf_counter() - start
+    current["note"] = ""
+    loss, norm = float(loss), float(norm)
+    if not isfinite(loss + norm):  # all ranks have the same: they end together
+        raise Diverged(f"step {step}: loss {loss}, grad norm {norm}; a smaller --lr may help")
+    if step < 5 or step % 10 == 9 or step == args.steps - 1:
+        print0(f"step {step:3d}  loss {loss:.6f}  grad norm {norm:.5f}  {1e3 * seconds:6.1f} ms")
+    spans = [s._replace(start=s.start - start, end=s.end - start) for s in trace]
+    return Step(loss, norm, seconds, spans)
+
+
+# From here on: flags, start-up, checkpoints, the check, the report, pictures and the replay. To
+# follow the chapters you need none of it.
+
+# ------------------------------------------------------------------- the command line, start, end
+
+
+class BadInput(Exception):
+    """Something the user can mend: ends as one line on standard error and exit code 2."""
+
+
+class Diverged(Exception):
+    """Training can't go on: one line and exit code 1. What was saved before is good."""
+
+
+def number_type(name, kind, fits):
+    """Return a type for argparse, which says "invalid <name> value" where a number does not fit."""
+
+    def parse(text):
+        if not fits(kind(text)):
+            raise ValueError
+        return kind(text)
+
+    parse.__name__ = name
+    return parse
+
+
+positive = number_type("positive", int, lambda n: n > 0)
+not_negative = number_type("not negative", int, lambda n: n >= 0)
+above_zero = number_type("above zero", float, lambda x: 0 < x < inf)
+zero_or_more = number_type("zero or more", float, lambda x: 0 <= x < inf)
+
+
+def shares(text):
+    return [positive(share) for share in text.split(",")]
+
+
+class Hardware(NamedTuple):
+    """What --replay models."""
+
+    flops: float  # C, per second, of a rank
+    bandwidth: float  # W, bytes per second that a rank can send, and as many that it can receive
+    latency: float = 0.0  # seconds from a byte's leaving to its arrival
+    between: float = 0.0  # W of a rank between nodes, where it is another
+    other: float = 0.0  # how much of what took time here and is not in the model: Adam, Python, …
+
+
+HARDWARE = {
+    # 8 float32 units, 2 FLOPs each, twice a cycle, at 3 GHz, on 4 cores; copies through memory
+    "laptop": Hardware(4 * 8 * 2 * 2 * 3e9, 10e9, 20e-6),
+    # the same with home ethernet, and a round trip of 0.2 ms
+    "ethernet-1g": Hardware(4 * 8 * 2 * 2 * 3e9, 1e9 / 8, 100e-6),
+    # NVIDIA's data sheets: dense bfloat16, NVLink in one direction, a 200 or 400 Gbit/s card each
+    "a100": Hardware(312e12, 300e9, 2e-6, 200e9 / 8),
+    "h100": Hardware(990e12, 450e9, 2e-6, 400e9 / 8),
+    # the scaling book, "TPUs": W is both directions of one axis
+    "tpu-v5p": Hardware(4.6e14, 1.8e11, 1e-6),
+}
+REPLAY_HELP = f"{' '.join(HARDWARE)}, here, or flops=…,bandwidth=…,latency=… of a rank"
+
+
+def hardware(text):
+    """Parse --replay: a name, or a Hardware's fields. What "here" can do, the run must show."""
+    if text in HARDWARE or text == "here":
+        return HARDWARE.get(text, text)
+    chosen = Hardware(**assignments(text, zero_or_more, Hardware._fields))
+    above_zero(chosen.flops), above_zero(chosen.bandwidth)
+    return chosen
+
+
+def sizes(text):
+    return assignments(text, positive, "BDF")
+
+
+def assignments(text, kind, names):
+    pairs = [pair.split("=") for pair in text.split(",")]
+    if not all(name in names for name, _ in pairs):
+        raise ValueError
+    return {name: kind(value) for name, value in pairs}
+
+
+LAYOUTS = ("batch", "1d", "2d", "gathered", "pipeline")
+
+# (the first chapter that knows it, and the last: chapter 6 does not train; …)
+FLAGS = [
+    (1, 6, "--layers", dict(type=positive, default=8, help="L, blocks in the stack")),
+    (1, 6, "--d-model", dict(type=positive, default=64, help="D, features of a row")),
+    (1, 6, "--d-hidden", dict(type=positive, default=256, help="F, hidden features of a block")),
+    (1, 6, "--batch-size", dict(type=positive, help="B, rows of all ranks: 256; 6: 1024")),
+    (1, 6, "--microbatches", dict(type=positive, help="pieces of the rows: 1; 4: 8; 6: stages")),
+    (1, 5, "--steps", dict(type=not_negative, default=60)),
+    (1, 5, "--lr", dict(type=above_zero, default=1e-3, help="Adam's learning rate")),
+    (1, 5, "--clip-norm", dict(type=above_zero, default=1.0, help="largest global gradient norm")),
+    (1, 6, "--seed", dict(type=not_negative, default=0)),
+    (1, 6, "--dtype", dict(choices=list(TOLERANCE), default="float32", help="of the matmuls")),
+    (1, 6, "--device", dict(choices=["cpu", "cuda"], default="cpu", help="cuda: one GPU per rank")),
+    (1, 6, "--plot", dict(metavar="FILE", help="default: plots/<script>.png; none draws nothing")),
+    (1, 6, "--metrics", dict(metavar="FILE", help="write what was measured and predicted as JSON")),
+    (1, 6, "--replay", dict(type=hardware, metavar="HARDWARE", help=REPLAY_HELP)),
+    (1, 6, "--ranks-per-node", dict(type=positive, metavar="N", help="replay: ranks in a machine")),
+    (1, 6, "--scale-to", dict(type=sizes, metavar="D=…,F=…,B=…", help="replay: a larger model")),
+    (1, 6, "--no-check", dict(action="store_true", help="skip the comparison with one device")),
+    (1, 6, "--checkpoint", dict(metavar="DIR", help="save at the end; resume from what is there")),
+    (1, 5, "--save-every", dict(type=positive, metavar="N", help="save every N steps as well")),
+    (2, 5, "--collectives", dict(choices=["ring", "naive", "torch"], default="ring")),
+    (2, 6, "--no-overlap", dict(action="store_true", help="wait for each collective at once")),
+    (2, 5, "--batch-shares", dict(type=shares, metavar="3,1", help="rows per dp rank, as a ratio")),
+    (3, 6, "--tp", dict(type=positive, help="ranks that share F")),
+    (3, 5, "--sequence-parallel", dict(action="store_true", help="cut rows between the blocks")),
+    (4, 5, "--pp", dict(type=positive, help="pipeline stages that share L")),
+    (4, 5, "--schedule", dict(choices=["gpipe", "1f1b", "interleaved", "zb-h1"], default="1f1b")),
+    (4, 5, "--chunks", dict(type=positive, default=2, help="interleaved: chunks per rank")),
+    (5, 5, "--zero-stage", dict(type=int, choices=[0, 1, 2, 3], default=3)),
+    (6, 6, "--layout", dict(choices=[*LAYOUTS, "all"], default="all", help="what is cut")),
+    (6, 6, "--tokens", dict(type=positive, default=8, metavar="T", help="decode steps")),
+]
+
+
+def environment(name, default):
+    return int(os.environ.get(name, default))
+
+
+def parse_args(file, doc):
+    """Parse the flags of this chapter and all before it.
+
+    Raises BadInput later, in start_up, so that all ranks end in the same way."""
+    name, n = Path(file).stem, environment("WORLD_SIZE", 1)
+    chapter = int(name[:2])
+    parser = argparse.ArgumentParser(
+        f"{name}.py", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = fail
+    for first, last, flag, options in FLAGS:
+        if first <= chapter <= last:
+            parser.add_argument(flag, **options)
+        else:  # as if it were there, and off
+            off = options.get("default") if first < 5 else 0
+            parser.set_defaults(**{flag[2:].replace("-", "_"): off})
+    if environment("RANK", 0) > 0 and {"-h", "--help"} & set(sys.argv):
+        sys.exit()  # rank 0 alone prints the help
+    try:
+        args = parser.parse_args()
+        args.batch_size = args.batch_size or (1024 if chapter == 6 else 256)
+        args.microbatches = args.microbatches or {4: 8, 6: n}.get(chapter, 1)
+        # A chapter gives all ranks to its own axis; 6 makes its grid as square as can be.
+        args.tp = args.tp or {3: n, 6: square(n)}.get(chapter, 1)
+        args.pp = args.pp or (max(1, n // args.tp) if chapter == 4 else 1)
+        args.dp = n // (args.tp * args.pp)
+        if chapter == 6 and args.checkpoint:
+            args.layers, args.d_model, args.d_hidden = saved_sizes(args.checkpoint)
+        refuse_what_cannot_work(args, chapter, n)
+    except BadInput as error:
+        args = argparse.Namespace(device="cpu", problem=str(error))
+    args.script, args.plot = name, getattr(args, "plot", None) or f"plots/{name}.png"
+    return args
+
+
+def square(n):
+    """Return the smallest divisor of n that is no less than its square root."""
+    return next(y for y in range(1, n + 1) if y * y >= n and n % y == 0)
+
+
+def fail(message):
+    raise BadInput(message)
+
+
+def refuse_what_cannot_work(args, chapter, world_size):
+    if chapter == 1 and world_size > 1:
+        fail(f"one device, so one rank, not {world_size}: chapter 2 is the first to use more")
+    if args.tp * args.pp * args.dp != world_size:
+        fail(f"--tp {args.tp} x --pp {args.pp} does not divide the {world_size} ranks")
+    if args.schedule == "interleaved" and args.microbatches % args.pp:
+        fail("--schedule interleaved needs --microbatches to be a multiple of --pp")
+    if args.collectives != "ring" and (args.sequence_parallel or args.zero_stage):
+        fail("--sequence-parallel and --zero-stage 1 to 3 need --collectives ring: its halves")
+    if args.replay and args.collectives == "torch":
+        fail("--replay needs --collectives ring: what torch's send can't be seen")
+    if len(args.batch_shares or [1] * args.dp) != args.dp:
+        fail(f"--batch-shares needs {args.dp} numbers, one for each data-parallel rank")
+    if args.save_every and not args.checkpoint:
+        fail("--save-every needs --checkpoint DIR")
+    if args.checkpoint and chapter < 6:  # chapter 6 only reads it
+        refuse_unwritable(Path(args.checkpoint) / "unfinished")
+    for path in args.metrics, args.plot:
+        if path and path != "none":
+            refuse_unwritable(path)
+    gpus, ranks = torch.cuda.device_count(), environment("LOCAL_WORLD_SIZE", 1)
+    if args.device == "cuda" and gpus < ranks:
+        fail(f"--device cuda: {ranks} ranks on this machine, but {gpus} GPUs")
+    if args.device == "cuda" and ranks > 1 and (args.collectives != "torch" or args.pp > 1):
+        # The rings post a receive before a send, for gloo; NCCL would wait for ever.
+        fail("--device cuda with several ranks needs --collectives torch, and no --pp")
+
+
+def refuse_unwritable(path):
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+        if Path(path).is_dir():
+            raise IsADirectoryError(0, "it is a directory")
+    except OSError as error:
+        fail(f"cannot write to {path}: {error.strerror}")
+
+
+def usable_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def start_up(args):
@@ -647,13 +616,11 @@ def run(main):
         write_error(f"FAILED: {error}")
         dist.barrier()
         os._exit(1)
-    except BaseException as error:  # KeyboardInterrupt too
-        if isinstance(error, SystemExit):
-            raise
-        rank = environment("RANK", 0)
-        sys.stderr.write(
-            "".join(f"rank {rank}: {line}\n" for line in traceback.format_exc().splitlines())
-        )
+    except SystemExit:
+        raise
+    except BaseException:  # KeyboardInterrupt too
+        rank, lines = environment("RANK", 0), traceback.format_exc().splitlines()
+        sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in lines))
         sys.stderr.flush()
         # Not sys.exit: it would wait for a communication thread that waits for a lost rank.
         os._exit(1)
@@ -803,16 +770,320 @@ def compare_with_one_device(state, history, args, mesh):
     differences = ((ours - theirs) / theirs).abs().nan_to_num(nan=torch.inf)
     losses, norms = differences.amax(1).tolist() if history else (0.0, 0.0)
 
+    whole, zero = weights[list(state.layers)], args.zero_stage
     error = max(
-        difference_from(weights[list(state.layers)], state.master, args.zero_stage > 0, args, mesh),
-        difference_from(
-            weights[list(state.layers)], state.weights, args.zero_stage == 3, args, mesh
-        ),
+        difference_from(whole, state.master, zero > 0, args, mesh),
+        difference_from(whole, state.weights, zero == 3, args, mesh),
     )
     every_rank = [None] * dist.get_world_size()
     dist.all_gather_object(every_rank, (losses, norms, error))
     names = "losses", "gradient norms", "weights"
     return dict(zip(names, map(max, *every_rank, (0, 0, 0)))), curves[0].tolist()
+
+
+def difference_from(whole, mine, d_is_cut, args, mesh):
+    """Return the relative difference of this rank's part from its part of [L, D, 2, F]."""
+    shape, offset = compute_local_shape_and_global_offset(
+        (args.d_model, args.d_hidden), mesh.devices["dp", "tp"], placements(d_is_cut)
+    )
+    d, f = (slice(start, start + size) for start, size in zip(offset, shape))
+    part = whole[:, d, :, f].to(mine.dtype)
+    error = (mine - part).double().norm() / max(part.double().norm().item(), 1e-30)
+    return error.nan_to_num(nan=torch.inf).item()
+
+
+# --------------------------------------------------------------------------------------- the report
+
+
+def storage_bytes(*tensors):
+    """Return the bytes kept alive by the tensors, counting what two of them share once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measured_costs(state, history):
+    """Return for this rank the bytes sent in each step, by axis, and the bytes it holds."""
+    state_tensors = state.weights, state.master, state.exp_avg, state.exp_avg_sq
+    weights = storage_bytes(state.weights)
+    return {
+        "sent": [
+            {axis: sum(s.bytes for s in step.trace if s.axis == axis) for axis in AXES}
+            for step in history
+        ],
+        "memory_bytes": {
+            "weights": weights,
+            "gradients": storage_bytes(state.grads),
+            "optimizer": storage_bytes(*state_tensors) - weights,
+            "activations": peak["activations"],
+        },
+        "microbatches_alive": peak["microbatches"],
+        "trace": history[median_step(history)].trace if history else [],
+    }
+
+
+def predicted_costs(costs, args):
+    """Return the same in bytes from what a script's `predict` gives in elements."""
+    s = getattr(torch, args.dtype).itemsize
+    memory = {what: s * costs[what] for what in ("weights", "gradients")}
+    memory["optimizer"] = ADAM_BYTES[args.dtype] * costs["updated"]
+    memory["activations"] = s * costs["activations"]
+    return {
+        "sent": {axis: s * costs.get(axis, 0) for axis in AXES},
+        "memory_bytes": memory,
+        "microbatches_alive": costs.get("microbatches", 1),
+        "bubble": costs.get("bubble", 0.0),
+    }
+
+
+def counted_axes(args):
+    """The axes whose messages pass through isend: what torch's collectives send can't be seen."""
+    return ("pp",) if args.collectives == "torch" else AXES
+
+
+def wrong_costs(measured, predicted, args):
+    """Return a line for each cost that is not, to the byte, what the formula says."""
+    lines = []
+    for rank, (m, p) in enumerate(zip(measured, predicted)):
+        for axis in counted_axes(args):
+            odd = [sent[axis] for sent in m["sent"] if sent[axis] != p["sent"][axis]]
+            if odd:
+                lines.append(f"rank {rank} sent {odd[0]:,} B over {axis}, not {p['sent'][axis]:,}")
+        for what, nbytes in p["memory_bytes"].items():
+            held = m["memory_bytes"][what]
+            if held != nbytes:
+                lines.append(f"rank {rank} held {held:,} B of {what}, not {nbytes:,}")
+        alive, expected = m["microbatches_alive"], p["microbatches_alive"]
+        if alive != expected:
+            lines.append(f"rank {rank} had {alive} micro-batches alive, not {expected}")
+    return lines
+
+
+def median_step(history):
+    """Return the index of the median step as rank 0 timed it, the same on all ranks."""
+    order = sorted(range(len(history)), key=lambda i: history[i].seconds)
+    chosen = [order[len(order) // 2]]
+    dist.broadcast_object_list(chosen, 0)
+    return chosen[0]
+
+
+def split_time(trace, seconds):
+    """Return (compute, exposed communication, other) of a step's main thread, in seconds."""
+    main = sorted((s for s in trace if s.thread == "main"), key=lambda s: s.start)
+    compute = sum(s.end - s.start for s in main if s.axis is None)
+    exposed = end = 0.0
+    for s in main:
+        if s.axis and s.end > end:  # a collective's span contains its messages': count it once
+            exposed, end = exposed + s.end - max(s.start, end), s.end
+    return compute, exposed, seconds - compute - exposed
+
+
+def pipeline_times(traces):
+    """Return when the first block began, a rank's mean compute time, and as part of it the bubble:
+    the rest of the time until the last block ended."""
+    blocks = [[s for s in trace if s.flops] for trace in traces]
+    busy = statistics.mean(sum(s.end - s.start for s in rank) for rank in blocks)
+    begin, end = min(s.start for s in sum(blocks, [])), max(s.end for s in sum(blocks, []))
+    return begin, busy, (end - begin) / busy - 1
+
+
+def finish(state, history, costs, args, mesh):
+    """Check, report, write --metrics and --plot, leave together; return the exit code."""
+    differences, reference, complaints = {}, [], []
+    every_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        every_rank, (measured_costs(state, history), predicted_costs(costs, args))
+    )
+    measured, predicted = zip(*every_rank)
+    if not args.no_check:
+        differences, reference = compare_with_one_device(state, history, args, mesh)
+        limit = TOLERANCE[args.dtype]
+        complaints = [
+            f"{what} differ from one device by {difference:.1e}, which is more than {limit:.0e}"
+            for what, difference in differences.items()
+            if difference > limit
+        ]
+        complaints += wrong_costs(measured, predicted, args) if history else []
+    if dist.get_rank() == 0:
+        result = metrics(history, measured, predicted, args)
+        result["check"] = {
+            "max_rel_diff": max(differences.values(), default=None),
+            "passed": not complaints if differences else None,
+            "differences": differences,
+        }
+        lines = report(result, measured[0]["trace"], args) if history else ["no steps"]
+        traces = [m["trace"] for m in measured]
+        if args.replay and history:
+            seconds = statistics.median(result["step_seconds"])
+            more, result["replay"], traces = replay_report(traces, seconds, args)
+            lines += more
+        if differences and not complaints:
+            within = max(differences.values())
+            lines += [f"same as one device: {', '.join(differences)} within {within:.0e}   OK"]
+        print("\n".join(lines + [f"FAILED: {complaint}" for complaint in complaints]), flush=True)
+        if args.metrics:
+            write_json(args.metrics, result)
+        if args.plot != "none" and history:
+            draw(result, reference, traces, args)
+    dist.barrier()  # without it the first to leave may tear the connection from under the last
+    dist.destroy_process_group()
+    return 1 if complaints else 0
+
+
+def metrics(history, measured, predicted, args):
+    """Return what --metrics writes, but for the check; lists of costs have an entry per rank."""
+    result = {
+        "script": args.script,
+        "config": {key: value for key, value in vars(args).items() if key != "script"},
+        "axes": {axis: getattr(args, axis) for axis in AXES},
+        "losses": [step.loss for step in history],
+        "grad_norms": [step.norm for step in history],
+        "step_seconds": [step.seconds for step in history],
+        "bytes_sent": [m["sent"][-1] if history else {} for m in measured],
+        "bytes_predicted": [p["sent"] for p in predicted],
+    }
+    for what in "memory_bytes", "microbatches_alive":
+        result[what] = {"measured": [m[what] for m in measured]}
+        result[what]["predicted"] = [p[what] for p in predicted]
+    if args.pp > 1 and history:
+        _, _, bubble = pipeline_times([m["trace"] for m in measured])
+        result["bubble"] = {"measured": bubble, "predicted": predicted[0]["bubble"]}
+    return result
+
+
+def write_json(path, result):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def report(result, trace, args):
+    """Return the lines that say what rank 0's steps cost, measured and (predicted)."""
+    seconds = statistics.median(result["step_seconds"])
+    compute, exposed, other = split_time(trace, seconds)
+    lines = [
+        f"step {1e3 * seconds:.1f} ms (median) = compute {1e3 * compute:.1f}"
+        f" + exposed communication {1e3 * exposed:.1f} + other {1e3 * other:.1f}"
+    ]
+    for axis, sent in result["bytes_sent"][0].items():
+        expected = result["bytes_predicted"][0][axis]
+        counted = f"{sent:,} B (predicted {expected:,})"
+        if axis not in counted_axes(args):
+            counted = f"inside torch, not counted (a ring would send {expected:,} B)"
+        lines += [f"sent per step over {axis}: {counted}"] if sent or expected else []
+    held, expected = (ranks[0] for ranks in result["memory_bytes"].values())
+    for what, nbytes in held.items():
+        lines.append(f"memory: {what:11} {nbytes:13,} B (predicted {expected[what]:,})")
+    if args.pp > 1:
+        pieces = "pieces" if args.schedule == "interleaved" else "micro-batches"
+        alive, expected = (ranks[0] for ranks in result["microbatches_alive"].values())
+        bubble, theory = result["bubble"].values()
+        lines.append(
+            f"{pieces} alive: {alive} (predicted {expected})  bubble / compute: {bubble:.2f}"
+            f" (predicted {theory:.3f})"
+        )
+        if environment("LOCAL_WORLD_SIZE", 1) > usable_cores():
+            lines.append("  fewer cores than ranks: stages take turns, so don't trust the measured")
+    return lines
+
+
+# ------------------------------------------------------------------------------------- the pictures
+
+COLOURS = {
+    "forward": "#d0d0d0",
+    "backward input": "#a0a0a0",
+    "backward weight": "#707070",
+    "adam": "#404040",
+    "dp": "#3b7dd8",
+    "tp": "#e08a1e",
+    "pp": "#2f9e5b",
+}
+
+
+def import_pyplot():
+    """Return matplotlib's pyplot, which needs no display, or None."""
+    try:
+        import matplotlib
+    except ImportError:
+        return print("no plot: matplotlib is not installed")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save_figure(figure, path):
+    figure.tight_layout()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw(result, reference, traces, args):
+    """Draw --plot: the losses, and the median step with a lane for each rank and thread."""
+    pyplot = import_pyplot()
+    if pyplot is None:
+        return
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 6), height_ratios=[1, 2])
+    steps = range(args.steps - len(result["losses"]), args.steps)
+    top.semilogy(steps, result["losses"], "k-", label="this run")
+    one_device = {"mfc": "none", "ms": 4, "color": "#c0392b", "label": "one device, autograd"}
+    top.semilogy(reference, "o", **one_device)
+    top.set(xlabel="step", ylabel="loss")
+    top.legend(frameon=False)
+
+    lanes = draw_timeline(bottom, {f"rank {rank}": trace for rank, trace in enumerate(traces)})
+    if args.pp > 1:
+        for rank, trace in enumerate(traces):
+            label_microbatches(bottom, trace, lanes.index(f"rank {rank}"))
+        begin, busy, _ = pipeline_times(traces)
+        end = begin + busy * (1 + result["bubble"]["predicted"])
+        bottom.axvline(1e3 * end, ls="--", color="k")
+    seconds = statistics.median(result["step_seconds"])
+    if args.replay:
+        seconds = result["replay"]["step_seconds"]
+    compute, exposed, _ = split_time(traces[0], seconds)
+    figure.suptitle(
+        f"{args.script}{', replayed' if args.replay else ''}: a step of {1e3 * seconds:.3g} ms\n"
+        f"computes for {1e3 * compute:.3g} ms, waits for messages for {1e3 * exposed:.3g} ms"
+    )
+    save_figure(figure, args.plot)
+
+
+def draw_timeline(axes, traces):
+    """Draw a lane for the main thread of each trace and for each of its communication threads;
+    return the lanes' names. What the main thread waits for is pale."""
+    from matplotlib.patches import Patch
+
+    lanes = []
+    for name, trace in traces.items():
+        for thread in ["main", *AXES]:
+            spans = [s for s in trace if s.thread == thread]
+            if spans:
+                lanes.append(name if thread == "main" else thread)
+            boxes = {}  # by colour: one call draws them all
+            for s in spans:
+                waiting = s.axis is not None and thread == "main"
+                look = COLOURS[s.axis or s.name], 0.35 if waiting else 1
+                boxes.setdefault(look, []).append((1e3 * s.start, 1e3 * (s.end - s.start)))
+            for (colour, alpha), places in boxes.items():
+                lane = len(lanes) - 1.4, 0.8
+                axes.broken_barh(places, lane, color=colour, alpha=alpha, lw=0)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set(xlabel="ms", xlim=(0, None))
+    used = {s.axis or s.name for trace in traces.values() for s in trace}
+    legend = [Patch(color=c, label=name) for name, c in COLOURS.items() if name in used]
+    place = {"ncols": len(legend), "loc": "lower right", "bbox_to_anchor": (1, 1)}
+    axes.legend(handles=legend, frameon=False, **place)
+    return lanes
+
+
+def label_microbatches(axes, trace, lane):
+    """Write the micro-batch's number on its forward and on its backward."""
+    for _, spans in groupby((s for s in trace if s.flops), lambda s: (s.note, s.name == "forward")):
+        spans = list(spans)
+        if spans[-1].end - spans[0].start < trace[-1].end / 80:
+            continue  # too narrow to be read
+        middle = 1e3 * (spans[0].start + spans[-1].end) / 2
+        axes.text(middle, lane, spans[0].note, ha="center", va="center", fontsize=6)
 
 
 # ------------------------------------------------------------- replay: the trace on other hardware
@@ -946,8 +1217,7 @@ def replay_report(traces, measured_seconds, args):
             f" {seconds / measured_seconds:.2f}"
         )
     if args.pp > 1:
-        begin, end, busy = pipeline_times(replayed)
-        result["bubble"] = (end - begin) / busy - 1
+        _, _, result["bubble"] = pipeline_times(replayed)
         lines.append(f"  bubble / compute {result['bubble']:.3f}")
     # Compute hides what a ring sends iff B/X (dp) or F/Y (tp) is above s/2 (n-1)/n C/W.
     size = getattr(torch, args.dtype).itemsize
@@ -961,300 +1231,3 @@ def replay_report(traces, measured_seconds, args):
                 f" {size}/2 (n-1)/n C/W = {needed:.0f}"
             )
     return lines, result, replayed
-
-
-def difference_from(whole, mine, d_is_cut, args, mesh):
-    """Return the relative difference of this rank's part from its part of [L, D, 2, F]."""
-    shape, offset = compute_local_shape_and_global_offset(
-        (args.d_model, args.d_hidden), mesh.devices["dp", "tp"], placements(d_is_cut)
-    )
-    d, f = (slice(start, start + size) for start, size in zip(offset, shape))
-    part = whole[:, d, :, f].to(mine.dtype)
-    error = (mine - part).double().norm() / max(part.double().norm().item(), 1e-30)
-    return error.nan_to_num(nan=torch.inf).item()
-
-
-# --------------------------------------------------------------------------------------- the report
-
-
-def storage_bytes(*tensors):
-    """Return the bytes kept alive by the tensors, counting what two of them share once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def measured_costs(state, history):
-    """Return for this rank the bytes sent in each step, by axis, and the bytes it holds."""
-    state_tensors = state.weights, state.master, state.exp_avg, state.exp_avg_sq
-    weights = storage_bytes(state.weights)
-    return {
-        "sent": [
-            {axis: sum(s.bytes for s in step.trace if s.axis == axis) for axis in AXES}
-            for step in history
-        ],
-        "memory": {
-            "weights": weights,
-            "gradients": storage_bytes(state.grads),
-            "optimizer": storage_bytes(*state_tensors) - weights,
-            "activations": peak["activations"],
-        },
-        "microbatches": peak["microbatches"],
-        "trace": history[median_step(history)].trace if history else [],
-    }
-
-
-def predicted_costs(costs, args):
-    """Return the same in bytes from what a script's `predict` gives in elements."""
-    s = getattr(torch, args.dtype).itemsize
-    memory = {what: s * costs[what] for what in ("weights", "gradients")}
-    memory["optimizer"] = ADAM_BYTES[args.dtype] * costs["updated"]
-    memory["activations"] = s * costs["activations"]
-    return {
-        "sent": {axis: s * costs.get(axis, 0) for axis in AXES},
-        "memory": memory,
-        "microbatches": costs.get("microbatches", 1),
-        "bubble": costs.get("bubble", 0.0),
-    }
-
-
-def counted_axes(args):
-    """The axes whose messages pass through isend: what torch's collectives send can't be seen."""
-    return ("pp",) if args.collectives == "torch" else AXES
-
-
-def wrong_costs(measured, predicted, args):
-    """Return a line for each cost that is not, to the byte, what the formula says."""
-    lines = []
-    for rank, (m, p) in enumerate(zip(measured, predicted)):
-        for axis in counted_axes(args):
-            odd = [sent[axis] for sent in m["sent"] if sent[axis] != p["sent"][axis]]
-            if odd:
-                lines.append(f"rank {rank} sent {odd[0]:,} B over {axis}, not {p['sent'][axis]:,}")
-        for what, nbytes in p["memory"].items():
-            if m["sent"] and m["memory"][what] != nbytes:
-                lines.append(f"rank {rank} held {m['memory'][what]:,} B of {what}, not {nbytes:,}")
-        if m["sent"] and m["microbatches"] != p["microbatches"]:
-            alive, expected = m["microbatches"], p["microbatches"]
-            lines.append(f"rank {rank} had {alive} micro-batches alive, not {expected}")
-    return lines
-
-
-def median_step(history):
-    """Return the index of the median step as rank 0 timed it, the same on all ranks."""
-    order = sorted(range(len(history)), key=lambda i: history[i].seconds)
-    chosen = [order[len(order) // 2]]
-    dist.broadcast_object_list(chosen, 0)
-    return chosen[0]
-
-
-def split_time(trace, seconds):
-    """Return (compute, exposed communication, other) of a step's main thread, in seconds."""
-    main = sorted((s for s in trace if s.thread == "main"), key=lambda s: s.start)
-    compute = sum(s.end - s.start for s in main if s.axis is None)
-    exposed = end = 0.0
-    for s in main:
-        if s.axis and s.end > end:  # a collective's span contains its messages': count it once
-            exposed, end = exposed + s.end - max(s.start, end), s.end
-    return compute, exposed, seconds - compute - exposed
-
-
-def pipeline_times(traces):
-    """Return when the first block began, when the last ended, and a rank's mean compute time."""
-    blocks = [[s for s in trace if s.flops] for trace in traces]
-    busy = statistics.mean(sum(s.end - s.start for s in rank) for rank in blocks)
-    return min(s.start for s in sum(blocks, [])), max(s.end for s in sum(blocks, [])), busy
-
-
-def finish(state, history, costs, args, mesh):
-    """Check, report, write --metrics and --plot, leave together; return the exit code."""
-    check = (lambda *_: ({}, [])) if args.no_check else compare_with_one_device
-    differences, reference = check(state, history, args, mesh)
-    every_rank = [None] * dist.get_world_size()
-    mine = measured_costs(state, history), predicted_costs(costs, args)
-    dist.all_gather_object(every_rank, mine)
-    measured, predicted = zip(*every_rank)
-    limit = TOLERANCE[args.dtype]
-    complaints = [
-        f"{what} differ from one device by {difference:.1e}, which is more than {limit:.0e}"
-        for what, difference in differences.items()
-        if difference > limit
-    ]
-    complaints += [] if args.no_check else wrong_costs(measured, predicted, args)
-    if dist.get_rank() == 0:
-        lines = report(history, measured, predicted, args)
-        replayed = {}
-        if args.replay and history:
-            seconds = statistics.median(step.seconds for step in history)
-            traces = [m["trace"] for m in measured]
-            more, replayed, traces = replay_report(traces, seconds, args)
-            lines += more
-            measured = [m | {"trace": trace} for m, trace in zip(measured, traces)]
-        if differences:
-            within = max(differences.values())
-            proof = f"same as one device: losses, gradient norms, weights within {within:.0e}"
-            lines += [f"{proof}   OK"] if not complaints else []
-        print("\n".join(lines + [f"FAILED: {complaint}" for complaint in complaints]), flush=True)
-        if args.metrics:
-            write_metrics(history, measured, predicted, differences, complaints, replayed, args)
-        if args.plot != "none" and history:
-            draw(history, reference, measured, predicted, args)
-    dist.barrier()  # without it the first to leave may tear the connection from under the last
-    dist.destroy_process_group()
-    return 1 if complaints else 0
-
-
-def report(history, measured, predicted, args):
-    """Return the lines that say what rank 0's steps cost, measured and (predicted)."""
-    if not history:
-        return ["no steps"]
-    m, p, seconds = measured[0], predicted[0], statistics.median(s.seconds for s in history)
-    compute, exposed, other = split_time(m["trace"], seconds)
-    lines = [
-        f"step {1e3 * seconds:.1f} ms (median) = compute {1e3 * compute:.1f}"
-        f" + exposed communication {1e3 * exposed:.1f} + other {1e3 * other:.1f}"
-    ]
-    for axis in AXES:
-        sent, expected = m["sent"][-1][axis], p["sent"][axis]
-        if axis in counted_axes(args):
-            counted = f"{sent:,} B (predicted {expected:,})"
-        else:
-            counted = f"inside torch, not counted (a ring would send {expected:,} B)"
-        lines += [f"sent per step over {axis}: {counted}"] if sent or expected else []
-    for what, nbytes in m["memory"].items():
-        lines.append(f"memory: {what:11} {nbytes:13,} B (predicted {p['memory'][what]:,})")
-    if args.pp > 1:
-        begin, end, busy = pipeline_times([each["trace"] for each in measured])
-        pieces = "pieces" if args.schedule == "interleaved" else "micro-batches"
-        lines.append(
-            f"{pieces} alive: {m['microbatches']} (predicted {p['microbatches']})  bubble"
-            f" / compute: {(end - begin) / busy - 1:.2f} (predicted {p['bubble']:.3f})"
-        )
-        if environment("LOCAL_WORLD_SIZE", 1) > usable_cores():
-            lines.append("  fewer cores than ranks: stages take turns, so don't trust the measured")
-    return lines
-
-
-def write_metrics(history, measured, predicted, differences, complaints, replayed, args):
-    """Write --metrics: one JSON object. Lists of costs have one entry per rank."""
-    config = {key: value for key, value in vars(args).items() if key not in ("script", "dp")}
-    result = {
-        "script": args.script,
-        "config": config,
-        "axes": {"dp": args.dp, "tp": args.tp, "pp": args.pp},
-        "losses": [step.loss for step in history],
-        "grad_norms": [step.norm for step in history],
-        "step_seconds": [step.seconds for step in history],
-        "check": {
-            "max_rel_diff": max(differences.values(), default=None),
-            "passed": not complaints if differences else None,
-            "differences": differences,
-        },
-        "bytes_sent": [m["sent"][-1] if m["sent"] else {} for m in measured],
-        "bytes_predicted": [p["sent"] for p in predicted],
-        "memory_bytes": {
-            "measured": [m["memory"] for m in measured],
-            "predicted": [p["memory"] for p in predicted],
-        },
-        "microbatches_alive": {
-            "measured": [m["microbatches"] for m in measured],
-            "predicted": [p["microbatches"] for p in predicted],
-        },
-    }
-    if replayed:
-        result["replay"] = replayed
-    if args.pp > 1 and history:
-        begin, end, busy = pipeline_times([m["trace"] for m in measured])
-        result["bubble"] = {
-            "measured": (end - begin) / busy - 1,
-            "predicted": predicted[0]["bubble"],
-        }
-    Path(args.metrics).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.metrics).write_text(json.dumps(result, indent=1) + "\n")
-
-
-COLOURS = {
-    "forward": "#d0d0d0",
-    "backward input": "#a0a0a0",
-    "backward weight": "#707070",
-    "adam": "#404040",
-    "dp": "#3b7dd8",
-    "tp": "#e08a1e",
-    "pp": "#2f9e5b",
-}
-
-
-def draw(history, reference, measured, predicted, args):
-    """Draw --plot: the losses, and the median step with a lane for each rank and thread."""
-    try:
-        import matplotlib
-    except ImportError:
-        return print("no plot: matplotlib is not installed")
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 6), height_ratios=[1, 2])
-    first = args.steps - len(history)
-    top.semilogy(range(first, args.steps), [step.loss for step in history], "k-", label="this run")
-    if reference:
-        top.semilogy(
-            reference, "o", mfc="none", ms=4, color="#c0392b", label="one device, autograd"
-        )
-    top.set(xlabel="step", ylabel="loss")
-    top.legend(frameon=False)
-
-    lanes = draw_timeline(bottom, {f"rank {rank}": m["trace"] for rank, m in enumerate(measured)})
-    if args.pp > 1:
-        for rank, m in enumerate(measured):
-            label_microbatches(bottom, m["trace"], lanes.index(f"rank {rank}"))
-        begin, _, busy = pipeline_times([m["trace"] for m in measured])
-        bottom.axvline(1e3 * (begin + busy * (1 + predicted[0]["bubble"])), ls="--", color="k")
-    seconds = statistics.median(step.seconds for step in history)
-    if args.replay:
-        seconds = max(s.end for m in measured for s in m["trace"])
-    compute, exposed, _ = split_time(measured[0]["trace"], seconds)
-    figure.suptitle(
-        f"{args.script}{', replayed' if args.replay else ''}: a step of {1e3 * seconds:.3g} ms\n"
-        f"computes for {1e3 * compute:.3g} ms, waits for messages for {1e3 * exposed:.3g} ms"
-    )
-    figure.tight_layout()
-    Path(args.plot).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.plot, dpi=120)
-
-
-def draw_timeline(axes, traces):
-    """Draw a lane for the main thread of each trace and for each of its communication threads;
-    return the lanes' names. What the main thread waits for is pale."""
-    from matplotlib.patches import Patch
-
-    lanes = []
-    for name, trace in traces.items():
-        for thread in ["main", *AXES]:
-            spans = [s for s in trace if s.thread == thread]
-            if spans:
-                lanes.append(name if thread == "main" else thread)
-            boxes = {}  # by colour: one call draws them all
-            for s in spans:
-                waiting = s.axis is not None and thread == "main"
-                look = COLOURS[s.axis or s.name], 0.35 if waiting else 1
-                boxes.setdefault(look, []).append((1e3 * s.start, 1e3 * (s.end - s.start)))
-            for (colour, alpha), places in boxes.items():
-                lane = len(lanes) - 1.4, 0.8
-                axes.broken_barh(places, lane, color=colour, alpha=alpha, lw=0)
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.invert_yaxis()
-    axes.set(xlabel="ms", xlim=(0, None))
-    used = {s.axis or s.name for trace in traces.values() for s in trace}
-    legend = [Patch(color=c, label=name) for name, c in COLOURS.items() if name in used]
-    place = {"ncols": len(legend), "loc": "lower right", "bbox_to_anchor": (1, 1)}
-    axes.legend(handles=legend, frameon=False, **place)
-    return lanes
-
-
-def label_microbatches(axes, trace, lane):
-    """Write the micro-batch's number on its forward and on its backward."""
-    for _, spans in groupby((s for s in trace if s.flops), lambda s: (s.note, s.name == "forward")):
-        spans = list(spans)
-        if spans[-1].end - spans[0].start < trace[-1].end / 80:
-            continue  # too narrow to be read
-        middle = 1e3 * (spans[0].start + spans[-1].end) / 2
-        axes.text(middle, lane, spans[0].note, ha="center", va="center", fontsize=6)

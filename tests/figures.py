@@ -148,7 +148,7 @@ def memory(path):
     for group, dp in enumerate(ranks):
         for stage in range(n):
             costs, args = predicted(5, L, D, F, dp, dp=dp, zero_stage=stage)
-            sizes, bottom = common.predicted_costs(costs, args)["memory"], 0.0
+            sizes, bottom = common.predicted_costs(costs, args)["memory_bytes"], 0.0
             x = group * (n + 1) + stage
             for part, colour in parts.items():
                 axes.bar(x, sizes[part] / 1e9, bottom=bottom, color=colour, width=0.85)

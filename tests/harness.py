@@ -140,7 +140,7 @@ def train(chapter, flags, reference=None):
             if span.axis:
                 sent[span.axis] += span.bytes
         result["sent"].append(sent)
-    result["memory"] = {
+    result["memory_bytes"] = {
         "weights": common.storage_bytes(state.weights),
         "gradients": common.storage_bytes(state.grads),
         "optimizer": common.storage_bytes(
@@ -149,7 +149,7 @@ def train(chapter, flags, reference=None):
         - common.storage_bytes(state.weights),
         "activations": common.peak["activations"],
     }
-    result["microbatches"] = common.peak["microbatches"]
+    result["microbatches_alive"] = common.peak["microbatches"]
     return result
 
 

@@ -53,9 +53,10 @@ def measure(script, common, args, mesh, blocks=2, steps=3):
         mine = [s._replace(start=s.start - start, end=s.end - start) for s in common.trace]
         traces = [None] * dist.get_world_size()
         dist.all_gather_object(traces, mine)
-        begin, end, busy = common.pipeline_times(traces)
-        if best is None or end - begin < best[0]:
-            best = end - begin, busy, traces
+        _, busy, bubble = common.pipeline_times(traces)
+        span = busy * (1 + bubble)
+        if best is None or span < best[0]:
+            best = span, busy, traces
     wake_up()
     return best[0], best[1], script.predict(args, mesh)["bubble"], best[2]
 

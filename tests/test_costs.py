@@ -38,7 +38,7 @@ def test_zero_paper_table_1(n, billions):
     for stage, wanted in enumerate(ZERO[n], 1):
         costs, args = predict(5, (L, D, F, n), dp=n, zero_stage=stage)
         args.dtype = "bfloat16"
-        memory = sys.modules["common"].predicted_costs(costs, args)["memory"]
+        memory = sys.modules["common"].predicted_costs(costs, args)["memory_bytes"]
         gigabytes = (memory["weights"] + memory["gradients"] + memory["optimizer"]) / 1e9
         # As printed, to half a unit of its last digit (41.25 is printed as 41.3).
         digits = len(str(wanted).partition(".")[2]) if isinstance(wanted, float) else 0

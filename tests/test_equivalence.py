@@ -26,8 +26,8 @@ def check(group, one_device, chapter, ranks, flags, base=ODD, limit=1e-10):
             assert all(sent == predicted["sent"] for sent in result["sent"]), (
                 f"{where}: sent {result['sent']}, predicted {predicted['sent']}"
             )
-            assert result["memory"] == predicted["memory"], where
-            assert result["microbatches"] == predicted["microbatches"], where
+            assert result["memory_bytes"] == predicted["memory_bytes"], where
+            assert result["microbatches_alive"] == predicted["microbatches_alive"], where
     return results
 
 
