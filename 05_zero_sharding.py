@@ -568,7 +568,6 @@ def predict(args, mesh):
     L = len(shard_layers(args, mesh))
     weights = L * D * 2 * F
     costs = {"weights": weights, "gradients": weights, "updated": weights}
-    costs["activations"] = L * max(b * (D + F) for b in B)
 
     costs["dp"] = L * all_reduce_elements(D * 2 * F, mesh.dp, args)
 
@@ -578,7 +577,6 @@ def predict(args, mesh):
         between = [part_sizes(b, mesh.tp)[mesh.tp.rank] for b in B]
         halves = [ring_elements(b, mesh.tp) for b in B]  # one more all-gather, for the weight half
         costs["tp"] = L * D * sum(2 * scattered + 3 * gathered for scattered, gathered in halves)
-        costs["activations"] = L * max(n * D + b * F for n, b in zip(between, B))
 
     m, p, (actions, stages) = args.microbatches, args.pp, my_actions(args, mesh)
     borders = sum((stage > 0) + (stage < p * len(stages) - 1) for stage in stages)

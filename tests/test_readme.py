@@ -36,6 +36,7 @@ def blocks():
 
 COMMANDS = [(body, shown) for kind, body, shown in blocks() if kind == "sh" if "pytest" not in body]
 EDITS = [(body, shown) for kind, body, shown in blocks() if kind == "diff" if body[0] == "#"]
+EXERCISES = [match[2] for match in FENCED.finditer(README.read_text()) if match[2][0] == "$"]
 LESSONS = [body for kind, body, _ in blocks() if kind == "diff" if body[0] != "#"]
 
 
@@ -63,6 +64,18 @@ def run_edit(body, folder):
     out = ranks[0][1]
     assert {code for code, _, _ in ranks} == {1} and "OK" not in out, (out, ranks[0][2])
     return "".join(f"{line}\n" for line in out.splitlines() if line.startswith("FAILED"))
+
+
+def run_exercise(body, folder):
+    """Return what a "build it" command prints before tests/solutions has its way, and after."""
+    command = body.splitlines()[0].removeprefix("$ ") + " --plot none"
+    script = next(path for path in SCRIPTS.values() if path.name in command)
+    for path in script, ROOT / "common.py":
+        shutil.copy(path, folder)
+    before = run_command(command, folder)
+    solution = ROOT / "tests/solutions" / f"{script.stem}.diff"
+    subprocess.run(["git", "apply", solution], cwd=folder, check=True)
+    return before, run_command(command, folder)
 
 
 # Numbers that the machine decides, on lines where others must be as shown.
@@ -148,9 +161,21 @@ def test_break_it(body, shown, tmp_path):
     assert_printed(shown, run_edit(body, tmp_path))
 
 
-def test_there_are_edits_for_each_chapter():
+@pytest.mark.slow
+@pytest.mark.parametrize("body", EXERCISES, ids=lambda body: re.search(r"0\d_\w+", body)[0])
+def test_build_it(body, tmp_path):
+    """Each exercise can be solved, and is not solved already."""
+    target = body.split("\n", 1)[1]
+    before, after = run_exercise(body, tmp_path)
+    assert_printed(target, after)
+    with pytest.raises(AssertionError):
+        assert_printed(target, before)
+
+
+def test_there_are_edits_and_an_exercise_for_each_chapter():
     for path in SCRIPTS.values():
         assert sum(path.name in body for body, _ in EDITS) >= 3
+        assert sum(path.name in body for body in EXERCISES) == 1
 
 
 def test_lessons_are_in_the_diffs():
@@ -183,13 +208,29 @@ def test_diff_sizes():
 def test_links_and_paths():
     text = README.read_text()
     for path in re.findall(r"\]\(([^)]+)\)", FENCED.sub("", text)):
-        assert path.startswith("http") or (ROOT / path).exists(), path
+        assert path.startswith("http") or (ROOT / path.split("#")[0]).exists(), path
     for path in re.findall(r"\b(?:tests/|0\d_)\w+\.py", text):
         assert (ROOT / path).exists(), path
     for name in re.findall(r"(?<![\w`-])--[a-z][\w-]+", text):
         known = "standalone nproc-per-node local-addr no-index nnodes node-rank rdzv-endpoint"
         flags = (ROOT / "common.py").read_text()
         assert f'"{name}"' in flags or name[2:] in f"{known} max-restarts rdzv-backend all", name
+
+
+FUNCTION = re.compile(r"\[`(\w+)`\]\((\w+\.py)#L(\d+)\)")
+
+
+def line_of(name, path):
+    """Return the line of the file on which the function begins."""
+    lines = (ROOT / path).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.startswith(f"def {name}("))
+
+
+def test_links_to_functions():
+    links = FUNCTION.findall(README.read_text())
+    assert len(links) >= 12
+    for name, path, line in links:
+        assert int(line) == line_of(name, path), f"{name} is on line {line_of(name, path)}"
 
 
 def as_shown(shown, printed):
@@ -214,6 +255,7 @@ def fill(words):
     text = README.read_text()
     for n in range(1, 6):
         text = re.sub(rf"(0{n} → 0{n + 1} \|) [^|]*\|", rf"\1 {diff_size(n)} |", text)
+    text = FUNCTION.sub(lambda m: f"[`{m[1]}`]({m[2]}#L{line_of(m[1], m[2])})", text)
     with tempfile.TemporaryDirectory() as folder:
         for body, shown in COMMANDS + EDITS:
             if shown is None or not all(word in body for word in words):
@@ -229,6 +271,12 @@ def fill(words):
             old, new = (f"{body}```\n\n```text\n{each}```" for each in (shown, printed))
             assert text.count(old) == 1, body
             text = text.replace(old, new)
+    for body in EXERCISES:
+        if all(word in body for word in words):
+            command, shown = body.split("\n", 1)
+            with tempfile.TemporaryDirectory() as folder:
+                _, printed = run_exercise(body, Path(folder))
+            text = text.replace(body, f"{command}\n{as_shown(shown, printed)}")
     README.write_text(text)
 
 
