@@ -117,7 +117,8 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
 
 def update(state, step, args, mesh):
     """Update the weights from the gradients, and return the norm of all gradients."""
-    square = torch.linalg.vector_norm(state.grads, dtype=torch.float64).square()  # squares add up
+    rows = torch.linalg.vector_norm(state.grads, dim=-1)  # short sums keep float32 exact
+    square = rows.double().square().sum()  # squares add up
     norm = square.sqrt()
     scale = (args.clip_norm / (norm + 1e-6)).clamp(max=1).item()
     adam_update(state, state.grads, scale, step, args)

@@ -309,7 +309,8 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
 def update(state, step, args, mesh):
     """Update the weights from the gradients, and return the norm of all gradients."""
     join(mesh.dp)
-    square = torch.linalg.vector_norm(state.grads, dtype=torch.float64).square()  # squares add up
+    rows = torch.linalg.vector_norm(state.grads, dim=-1)  # short sums keep float32 exact
+    square = rows.double().square().sum()  # squares add up
     square = sum_over(square, mesh.tp)  # over the axes that cut the gradients, and only those
     norm = square.sqrt()
     scale = (args.clip_norm / (norm + 1e-6)).clamp(max=1).item()

@@ -505,7 +505,8 @@ def update(state, step, args, mesh):
     """Update the weights from the gradients, and return the norm of all gradients."""
     join(mesh.dp)
     grads = my_part_of_D(state.grads, mesh) if args.zero_stage == 1 else state.grads
-    square = torch.linalg.vector_norm(grads, dtype=torch.float64).square()  # squares add up
+    rows = torch.linalg.vector_norm(grads, dim=-1)  # short sums keep float32 exact
+    square = rows.double().square().sum()  # squares add up
     square = sum_over(square, mesh.tp)  # over the axes that cut the gradients, and only those
     square = sum_over(square, mesh.pp)
     square = sum_over(square, mesh.dp) if args.zero_stage > 0 else square
