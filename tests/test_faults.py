@@ -104,7 +104,6 @@ BAD = [  # chapter, ranks, flags, what the line must say
     # Files.
     (1, 1, f"--metrics /tmp/{'x' * 300}", "too long"),
     (1, 1, f"--metrics /tmp/{'x' * 300}/file", "too long"),
-    (1, 1, "--metrics /dev/full", "/dev/full"),
     (1, 1, "--plot {folder}/picture.xyz", "picture.xyz"),
     (2, 2, "--plot {folder}/same.png --metrics {folder}/same.png", "same.png"),
     (2, 2, "--metrics {folder}/loop", "loop"),
@@ -225,6 +224,11 @@ def test_full_disk(tiny_disk, flag):
         while True:
             file.write(b"x" * 4096)
     refused(2, 2, f"{SIZES} {flag} {tiny_disk}/file.png", str(tiny_disk))
+
+
+def test_no_space_at_the_end():
+    printed = refused(1, 1, f"{SIZES} --metrics /dev/full", "/dev/full")
+    assert printed.endswith("OK\n")
 
 
 def test_disk_fills_up(tiny_disk):
