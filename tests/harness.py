@@ -204,10 +204,27 @@ def launch(ranks, script, *flags, cwd=ROOT, limit=120, env=None):
     except subprocess.TimeoutExpired:
         raise AssertionError(f"{' '.join(command)} takes longer than {limit} s") from None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end(process)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def workers(launcher):
+    """Return the ids of torchrun's ranks."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def end(process):
+    """End torchrun and its ranks. Those are in sessions of their own: it alone can end them all."""
+    if process.poll() is None:
+        left = workers(process.pid)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+        for pid in [process.pid, *left] if process.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        process.wait()
 
 
 def edit(folder, script, old, new, file=None):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import ROOT, SCRIPTS, run_to_the_end
+from harness import ROOT, SCRIPTS, end, run_to_the_end, workers
 
 LIMIT = 180  # seconds; a job that takes longer hangs
 
@@ -51,12 +51,6 @@ JOBS = [  # chapter, ranks, flags
     (5, 4, "--pp 2 --zero-stage 2 --microbatches 4"),
     (5, 4, "--tp 2 --pp 2 --microbatches 4"),
 ]
-
-
-def workers(launcher):
-    """Return the ids of torchrun's ranks."""
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True)
-    return [int(pid) for pid in listed.stdout.split()]
 
 
 def saved(folder):
@@ -129,19 +123,6 @@ def disturbed(chapter, ranks, flags, folder, moments):
             end(process)
         output.seek(0)
         return code, output.read(), kills
-
-
-def end(process):
-    """End torchrun and its ranks. Those are in sessions of their own: it alone can end them all."""
-    if process.poll() is None:
-        left = workers(process.pid)
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(40)
-        for pid in [process.pid, *left] if process.poll() is None else []:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        process.wait()
 
 
 def tensors(folder):
