@@ -95,13 +95,12 @@ BAD = [  # chapter, ranks, flags, what the line must say
     (4, 2, "--pp 0", "--pp"),
     (5, 2, "--zero-stage x", "--zero-stage"),
     (5, 6, "--tp 2 --pp 2", "--tp 2 x --pp 2"),
-    # Nothing of these is there: neither the memory nor, for some, the integers.
+    # More than there is: of memory, or of 64 bits.
     (1, 1, f"--layers {10**15}", "memory"),
     (2, 2, f"--d-model {10**23}", "memory"),
     (1, 1, f"--batch-size {10**15}", "memory"),
     (1, 1, f"--microbatches {10**18}", "--microbatches"),
     (1, 1, f"--seed {10**20}", "--seed"),
-    # Files.
     (1, 1, f"--metrics /tmp/{'x' * 300}", "too long"),
     (1, 1, f"--metrics /tmp/{'x' * 300}/file", "too long"),
     (1, 1, "--plot {folder}/picture.xyz", "picture.xyz"),
@@ -268,7 +267,7 @@ def test_port_in_use_without_torchrun(taken_port):
     assert lines[0].startswith("02_data_parallel.py: ") and str(taken_port) in lines[0]
 
 
-# --------------------------------------------------------------------------------- all else
+# ------------------------------------------------------------------- runs, failures, exits
 
 
 def test_bad_input_under_torchrun():
