@@ -2,6 +2,7 @@
 server that has imported torch already, and one group runs many cases."""
 
 import contextlib
+import ctypes
 import importlib.util
 import io
 import multiprocessing
@@ -203,10 +204,27 @@ def launch(ranks, script, *flags, cwd=ROOT, limit=120, env=None):
     except subprocess.TimeoutExpired:
         raise AssertionError(f"{' '.join(command)} takes longer than {limit} s") from None
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end(process)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def workers(launcher):
+    """Return the ids of torchrun's ranks."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher)], capture_output=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def end(process):
+    """End torchrun and its ranks. Those are in sessions of their own: it alone can end them all."""
+    if process.poll() is None:
+        left = workers(process.pid)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(40)
+        for pid in [process.pid, *left] if process.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        process.wait()
 
 
 def edit(folder, script, old, new, file=None):
@@ -220,13 +238,15 @@ def edit(folder, script, old, new, file=None):
     return folder / script.name
 
 
-def run_to_the_end(path, flags, ranks, limit=60):
+def run_to_the_end(path, flags, ranks, limit=60, whole=False):
     """Run a script as its own program on some ranks; return [(exit code, stdout, stderr)].
 
-    Much quicker than torchrun, and says what each rank's exit code is."""
+    Much quicker than torchrun, and says what each rank's exit code is. `whole`: as a program does,
+    take down the interpreter and the libraries' threads before leaving, which is where ends go
+    wrong; it takes another second."""
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=be_a_rank, args=(str(path), flags, rank, ranks, folder))
+            context.Process(target=be_a_rank, args=(str(path), flags, rank, ranks, folder, whole))
             for rank in range(ranks)
         ]
         for process in processes:
@@ -244,7 +264,7 @@ def run_to_the_end(path, flags, ranks, limit=60):
         return [(process.exitcode, *text) for process, text in zip(processes, texts)]
 
 
-def be_a_rank(path, flags, rank, ranks, folder):
+def be_a_rank(path, flags, rank, ranks, folder, whole):
     for n in 1, 2:
         os.dup2(os.open(f"{folder}/{rank}.{n}", os.O_WRONLY | os.O_CREAT), n)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
@@ -256,4 +276,11 @@ def be_a_rank(path, flags, rank, ranks, folder):
     script = load(path)
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 – pytest may have replaced it
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    sys.modules["common"].run(script.main)
+    if not whole:
+        sys.modules["common"].run(script.main)  # multiprocessing leaves by os._exit
+    code = 0
+    try:
+        sys.modules["common"].run(script.main)
+    except SystemExit as end:
+        code = end.code
+    ctypes.pythonapi.Py_Exit(ctypes.c_int(code or 0))

@@ -58,6 +58,31 @@ def test_any_goes_on_with_any(tmp_path, dtype, first, second):
     assert losses + more == pytest.approx(whole, rel=close)
 
 
+# Chapter, ranks at first, ranks that are left, flags: then more weights fall to each.
+FEWER = [
+    (2, 4, 2, "--microbatches 2"),
+    (3, 4, 2, "--sequence-parallel"),
+    (4, 4, 2, "--schedule zb-h1"),
+    (5, 4, 2, "--zero-stage 3"),
+    (5, 8, 3, "--zero-stage 1"),
+    (5, 8, 4, "--zero-stage 2 --tp 2 --pp 2"),
+]
+
+
+@pytest.mark.parametrize("chapter, many, few, flags", FEWER)
+def test_goes_on_with_fewer_ranks(tmp_path, chapter, many, few, flags):
+    """The weights and Adam's state in the end are those of a run that kept its ranks."""
+    flags = f"{SIZES} --dtype float64 {flags}"
+    for folder, ranks, steps in ("calm", many, 6), ("shrunk", many, 3), ("shrunk", few, 6):
+        more = f"--steps {steps} --checkpoint {tmp_path / folder}"
+        _, printed = run(chapter, ranks, f"{flags} {more}", tmp_path)
+    assert f"resumed from {tmp_path / 'shrunk'}/step-3" in printed
+    calm, shrunk = (saved(tmp_path / folder, 6, torch.float64) for folder in ("calm", "shrunk"))
+    assert calm.pop("step") == shrunk.pop("step") == 6 and calm.keys() == shrunk.keys()
+    for key, tensor in calm.items():
+        assert (tensor - shrunk[key]).norm() <= 1e-10 * tensor.norm(), key
+
+
 def test_form(tmp_path):
     """The contract: weights and Adam's state of the whole model, named by layer, and the step."""
     flags = f"{SIZES} --dtype bfloat16 --steps 3 --save-every 1 --checkpoint {tmp_path}"

@@ -155,7 +155,8 @@ def test_the_link_is_cut(two_machines, tmp_path):
 def saved_weights(folder, step):
     path = folder / f"step-{step}"
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {key: torch.empty(known[key].size) for key in known if key != "step"}
+    known.pop("step")
+    tensors = {key: torch.empty(t.size, dtype=t.properties.dtype) for key, t in known.items()}
     dcp.load(tensors, checkpoint_id=path, no_dist=True)
     return tensors
 
@@ -223,3 +224,48 @@ def test_a_stopped_rank_ends_all(tmp_path):
     result = launch(2, path, *SMALL, "--steps", "50", limit=100)
     assert result.returncode != 0 and time.time() - start < 60
     assert "imed out" in result.stderr or "timeout" in result.stderr.lower(), result.stderr
+
+
+def test_a_machine_is_lost(tmp_path):
+    """torchrun --nnodes 1:2: when one of two launchers and its rank are gone, the other goes on.
+
+    Both are on this machine. The first one has the store, so it is the second that is killed."""
+    flags = [*SMALL, "--dtype", "float64", "--steps", "400", "--save-every", "20", "--no-check"]
+    calm, shrunk = tmp_path / "calm", tmp_path / "shrunk"
+    results = run_to_the_end(SCRIPTS[2], " ".join([*flags, "--checkpoint", str(calm)]), 2)
+    assert {code for code, _, _ in results} == {0}, results
+    command = [*TORCHRUN, "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{next(ports)}"]
+    command += ["--rdzv-conf", "last_call_timeout=15", "--local-addr", "127.0.0.1"]
+    command += [str(SCRIPTS[2]), *flags, "--checkpoint", str(shrunk)]
+    launchers = []
+
+    def lose(launcher):
+        listed = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True
+        )
+        for pid in [launcher.pid, *map(int, listed.stdout.split())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+
+    try:
+        for i in range(2):
+            with (tmp_path / f"printed-{i}").open("w") as file:
+                where = dict(cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+                launchers.append(subprocess.Popen(command, **where))
+            time.sleep(4)
+        until = time.time() + 60
+        while not list(shrunk.glob("step-*/.metadata")) and time.time() < until:
+            time.sleep(0.05)
+        lose(launchers[1])
+        code = launchers[0].wait(150)
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                lose(launcher)
+    printed = (tmp_path / "printed-0").read_text()
+    assert code == 0 and "dp 1 tp 1" in printed and "resumed from" in printed, printed
+    undisturbed, other = saved_weights(calm, 400), saved_weights(shrunk, 400)
+    for key, tensor in undisturbed.items():  # summed in another order
+        assert (tensor - other[key]).norm() <= 1e-10 * tensor.norm(), key
