@@ -106,20 +106,21 @@ def block_backward_weight(x_BD, h_BF, dy_BD, dz_BF, dw_in_DF, dw_out_DF):
 
 
 def adam_update(state, grads, scale, step, args):
-    """Adam (Kingma & Ba 2015, algorithm 1) on state.master, by `scale` times grads.
+    """Adam (Kingma & Ba 2015, section 2) on state.master, by `scale` times grads.
 
-    Elementwise, so any part of the weights can be updated by whoever holds its gradient."""
+    Elementwise, so any part of the weights can be updated by whoever holds its gradient. The bias
+    corrections are put into the step size, as the paper says at the section's end: fewer passes."""
     beta1, beta2 = ADAM_BETAS
-    bias1, bias2 = 1 - beta1 ** (step + 1), 1 - beta2 ** (step + 1)
+    bias1, bias2 = 1 - beta1 ** (step + 1), (1 - beta2 ** (step + 1)) ** 0.5
     tensors = state.master, grads, state.exp_avg, state.exp_avg_sq
     with span("adam"):
         for layer in zip(*tensors):
             # Pieces that stay in the cache: each is read and written several times.
             for w, g, m, v in zip(*(tensor.view(-1).split(65536) for tensor in layer)):
-                g = g.to(w.dtype) * scale
-                m.lerp_(g, 1 - beta1)
-                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                w.addcdiv_(m, (v / bias2).sqrt_().add_(ADAM_EPS), value=-args.lr / bias1)
+                g = g.to(w.dtype)
+                m.mul_(beta1).add_(g, alpha=(1 - beta1) * scale)
+                v.mul_(beta2).addcmul_(g, g, value=(1 - beta2) * scale**2)
+                w.addcdiv_(m, v.sqrt().add_(ADAM_EPS * bias2), value=-args.lr * bias2 / bias1)
 
 
 # ------------------------------------------------------------------------------- the synthetic data
