@@ -116,7 +116,7 @@ def adam_update(state, grads, scale, step, args):
     with span("adam"):
         for layer in zip(*tensors):
             # Pieces that stay in the cache: each is read and written several times.
-            for w, g, m, v in zip(*(tensor.view(-1).split(65536) for tensor in layer)):
+            for w, g, m, v in zip(*(tensor.view(-1).split(131072) for tensor in layer)):
                 g = g.to(w.dtype)
                 m.mul_(beta1).add_(g, alpha=(1 - beta1) * scale)
                 v.mul_(beta2).addcmul_(g, g, value=(1 - beta2) * scale**2)

@@ -129,7 +129,7 @@ def initial_blocks(o, layers=None):
 
 def adam(parameters, o):
     _, args, _ = chapter_of(2, "", o)
-    return Adam(parameters, args.lr, common.ADAM_BETAS, common.ADAM_EPS, fused=True)
+    return Adam(parameters, args.lr, common.ADAM_BETAS, common.ADAM_EPS, fused=o.fused)
 
 
 def plain_step(model, optimizer, o, clip=clip_grad_norm_, loss_of=None):
@@ -175,7 +175,7 @@ def zero_redundancy(o, **how):
     """DDP sums the gradients, ZeroRedundancyOptimizer cuts Adam's state by whole parameters."""
     _, args, _ = chapter_of(2, "", o)
     model = DistributedDataParallel(initial_blocks(o), gradient_as_bucket_view=True)
-    settings = dict(lr=args.lr, betas=common.ADAM_BETAS, eps=common.ADAM_EPS, fused=True)
+    settings = dict(lr=args.lr, betas=common.ADAM_BETAS, eps=common.ADAM_EPS, fused=o.fused)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), Adam, **how, **settings)
     return plain_step(model, optimizer, o)
 
@@ -356,7 +356,7 @@ def numbers_to_send(mb, o, step):
 
 def rows_01(o):
     return [
-        Row("01 autograd, fused Adam", partial(ours, 1, ""), autograd, batch),
+        Row("01 autograd", partial(ours, 1, ""), autograd, batch),
         Row("01 the same, torch.compile", partial(ours, 1, ""), compiled, batch),
         Row("Adam alone: default", our_adam, their_adam, nothing),
         Row("Adam alone: foreach", our_adam, partial(their_adam, foreach=True), nothing),
@@ -625,6 +625,7 @@ def options():
     parser.add_argument("--microbatches", type=int, default=8, help="of 04")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--lr", type=float, default=1e-4, help="1e-3 is too much for these sizes")
+    parser.add_argument("--fused", action="store_true", help="theirs with torch's fused Adam")
     parser.add_argument("--dtype", choices=list(TOLERANCE), default="float32")
     parser.add_argument("--rate", type=float, help="Gbit/s a rank can send: rings' share of it")
     o = parser.parse_args()
@@ -647,7 +648,7 @@ def main():
     common.print0(
         f"{common.usable_cores()} cores, torch {torch.__version__}, {dist.get_world_size()} ranks,"
         f" L {o.layers} D {o.d_model} F {o.d_hidden} B {o.batch_size}"
-        f" m {o.microbatches} {o.dtype}"
+        f" m {o.microbatches} {o.dtype}{' fused Adam' if o.fused else ''}"
     )
     if o.memory:
         common.print0(f"{'':33}{'tensors, MB':^21}  {'resident, MB':^21}")
