@@ -94,7 +94,7 @@ def block_forward(x_BD, w_in_DF, w_out_DF):
 def block_backward_input(dy_BD, h_BF, w_in_DF, w_out_DF):
     """The input half of backward: return dx [B, D], without the residual, and dz [B, F]."""
     with span("backward input", flops=4 * len(dy_BD) * w_in_DF.numel()):
-        dz_BF = (dy_BD @ w_out_DF).mul_(h_BF > 0)
+        dz_BF = (dy_BD @ w_out_DF).mul_(h_BF.sign())  # the ReLU's slope: 1, or 0 where h is 0
         return dz_BF @ w_in_DF.T, dz_BF
 
 
