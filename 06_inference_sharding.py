@@ -32,7 +32,6 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from common import (
     AXES,
@@ -42,6 +41,7 @@ from common import (
     buffers,
     communicates,
     draw_timeline,
+    end_if_any,
     import_pyplot,
     initial_weights,
     irecv,
@@ -382,7 +382,7 @@ def reference_outputs(x_BD, args):
     if args.checkpoint:
         names = [(l, i, n) for l in range(args.layers) for i, n in enumerate(("w_in", "w_out"))]
         saved = {f"layers.{l}.{name}": weights[l, :, i] for l, i, name in names}
-        dcp.load(saved, checkpoint_id=newest_checkpoint(args.checkpoint))
+        load(saved, newest_checkpoint(args.checkpoint), args)
     weights = weights.to(x_BD.dtype)
     for _ in range(args.tokens + 1):
         after = [x_BD]
@@ -525,6 +525,8 @@ def report_replay(results, args):
 
 def write_metrics(results, complaints, replayed, args):
     """Write --metrics: one JSON object. Bytes are of a whole generation: prefill and T tokens."""
+    if not args.metrics:
+        return
     layouts = {}
     for layout, runs in results.items():
         axes = {axis: getattr(with_layout(layout, args), axis) for axis in AXES}
@@ -552,7 +554,7 @@ def prefill(costs):
 def draw(results, args):
     """Draw --plot: latency against throughput, a line per layout, a point per number of rows; and
     below what rank 0 does in the prefill of the largest batch."""
-    pyplot = import_pyplot()
+    pyplot = import_pyplot() if args.plot != "none" else None
     if pyplot is None:
         return
     figure, (axes, timeline) = pyplot.subplots(2, 1, figsize=(9, 9), height_ratios=[2, 1])
@@ -599,10 +601,14 @@ def main():
     replayed = report_replay(results, args) if args.replay and dist.get_rank() == 0 else {}
     for line in complaints[:9]:  # the rest is in --metrics
         print0(f"FAILED: {line}")
-    if dist.get_rank() == 0 and args.metrics:
-        write_metrics(results, complaints, replayed, args)
-    if dist.get_rank() == 0 and args.plot != "none":
-        draw(results, args)
+    problem = None
+    if dist.get_rank() == 0:
+        try:
+            write_metrics(results, complaints, replayed, args)
+            draw(results, args)
+        except OSError as error:
+            problem = f"cannot write {args.metrics or ''} {args.plot}: {error}"
+    end_if_any(problem, args)
     dist.barrier()  # without it the first to leave may tear the connection from under the last
     dist.destroy_process_group()
     return 1 if complaints else 0

@@ -363,8 +363,8 @@ def number_type(name, kind, fits):
     return parse
 
 
-positive = number_type("positive", int, lambda n: n > 0)
-not_negative = number_type("not negative", int, lambda n: n >= 0)
+positive = number_type("positive", int, lambda n: 0 < n < 2**62)  # torch's integers have 64 bits
+not_negative = number_type("not negative", int, lambda n: 0 <= n < 2**62)
 above_zero = number_type("above zero", float, lambda x: 0 < x < inf)
 zero_or_more = number_type("zero or more", float, lambda x: 0 <= x < inf)
 
@@ -412,7 +412,7 @@ def sizes(text):
 
 def assignments(text, kind, names):
     pairs = [pair.split("=") for pair in text.split(",")]
-    if not all(name in names for name, _ in pairs):
+    if not all(name in names for name, _ in pairs) or len(dict(pairs)) < len(pairs):
         raise ValueError
     return {name: kind(value) for name, value in pairs}
 
@@ -517,11 +517,22 @@ def refuse_what_cannot_work(args, chapter, world_size):
         fail(f"--batch-shares needs {args.dp} numbers, one for each data-parallel rank")
     if args.save_every and not args.checkpoint:
         fail("--save-every needs --checkpoint DIR")
+    if (args.scale_to or args.ranks_per_node) and not args.replay:
+        fail("--scale-to and --ranks-per-node need --replay")
+    refuse_too_large(args)
+    if "" in (args.checkpoint, args.metrics, args.plot):
+        fail("--checkpoint, --metrics and --plot need a name")
     if args.checkpoint and chapter < 6:  # chapter 6 only reads it
         refuse_unwritable(Path(args.checkpoint) / "unfinished")
-    for path in args.metrics, args.plot:
-        if path and path != "none":
-            refuse_unwritable(path)
+        refuse_unfit(args)
+    if args.metrics:
+        refuse_unwritable(args.metrics)
+    if args.plot and args.plot != "none":
+        if args.plot == args.metrics:
+            fail(f"--plot and --metrics are both {args.plot}")
+        if Path(args.plot).suffix not in PICTURES:
+            fail(f"cannot draw {args.plot}: its name must end in {' or '.join(PICTURES)}")
+        refuse_unwritable(args.plot)
     gpus, ranks = torch.cuda.device_count(), environment("LOCAL_WORLD_SIZE", 1)
     if args.device == "cuda" and gpus < ranks:
         fail(f"--device cuda: {ranks} ranks on this machine, but {gpus} GPUs")
@@ -530,12 +541,43 @@ def refuse_what_cannot_work(args, chapter, world_size):
         fail("--device cuda with several ranks needs --collectives torch, and no --pp")
 
 
+PICTURES = ".png", ".svg", ".pdf"
+
+
+def refuse_too_large(args):
+    """Each rank draws the whole model and batch in float64, and lists all micro-batches."""
+    pieces = args.microbatches * (args.chunks if args.schedule == "interleaved" else 1)
+    needs = {
+        "--layers, --d-model and --d-hidden": 16 * args.layers * args.d_model * args.d_hidden,
+        "--batch-size and --d-model": 8 * args.batch_size * args.d_model,
+        "--microbatches": 1000 * pieces,
+    }
+    flags = max(needs, key=needs.get)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needs[flags] > memory:
+        fail(f"{flags} need {needs[flags]:.0e} B of memory, and there are {memory:.0e}")
+
+
+def refuse_unfit(args):
+    """Refuse a checkpoint that this run can't go on from."""
+    steps, mine = saved_steps(args.checkpoint), (args.layers, args.d_model, args.d_hidden)
+    newest = newest_checkpoint(args.checkpoint) if steps else None
+    if steps and saved_sizes(args.checkpoint) != mine:
+        fail(f"{newest} has L, D, F {saved_sizes(args.checkpoint)}, this run {mine}")
+    if steps and steps[-1] > args.steps:
+        fail(f"{newest} is past --steps {args.steps}")
+
+
 def refuse_unwritable(path):
-    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    path = Path(path).absolute()
     try:
-        tempfile.TemporaryFile(dir=folder).close()
-        if Path(path).is_dir():
+        folder = next(above for above in path.parents if above.exists() or above.is_symlink())
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))  # a full disk takes the name but not the bytes
+        if path.is_dir():
             raise IsADirectoryError(0, "it is a directory")
+        if path.is_symlink() and not path.exists():
+            raise FileNotFoundError(0, "it is a link to nothing")
     except OSError as error:
         fail(f"cannot write to {path}: {error.strerror}")
 
@@ -554,7 +596,12 @@ def start_up(args):
         backend = "nccl" if args.device == "cuda" else "gloo"
         store, rank, world_size = dist.HashStore(), 0, 1
         if "RANK" in os.environ:
-            store, rank, world_size = next(dist.rendezvous("env://", timeout=TIME_LIMIT))
+            try:
+                store, rank, world_size = next(dist.rendezvous("env://", timeout=TIME_LIMIT))
+            except dist.DistNetworkError as error:  # the ranks have not met: each ends by itself
+                where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                write_error(f"{args.script}.py: cannot meet at {where}: {reason(error)}")
+                os._exit(2)
             # torchrun keeps the store when it restarts the ranks, and with it the addresses of
             # those that are gone. (On several machines the count may differ: see the README.)
             if environment("GROUP_WORLD_SIZE", 1) == 1:
@@ -673,9 +720,20 @@ def saved_sizes(directory):
     """Return L, D and F of the newest checkpoint."""
     if not saved_steps(directory):
         fail(f"no checkpoint in {directory}")
-    known = dcp.FileSystemReader(newest_checkpoint(directory)).read_metadata().state_dict_metadata
+    newest = newest_checkpoint(directory)
+    try:
+        known = dcp.FileSystemReader(newest).read_metadata().state_dict_metadata
+        d_model, d_hidden = known["layers.0.w_in"].size
+    except Exception as error:  # a damaged file can make pickle raise anything
+        fail(f"cannot read {newest}: {reason(error)}")
     layers = sum(key.startswith("layers.") and key.endswith("w_in") for key in known)
-    return layers, *known["layers.0.w_in"].size
+    return layers, d_model, d_hidden
+
+
+def reason(error):
+    """Return in one short line what an exception says; of several ranks', the first one's."""
+    first, *_ = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+    return f"{type(first).__name__} {' '.join(str(first).split())[:200]}"
 
 
 def save(state, step, args, mesh):
@@ -685,15 +743,19 @@ def save(state, step, args, mesh):
     due = step == args.steps or (args.save_every and step % args.save_every == 0)
     if not (args.checkpoint and due):
         return
-    directory = Path(args.checkpoint)
+    directory, problem = Path(args.checkpoint), None
     unfinished = directory / f"unfinished-{step}"
-    dcp.save(trained(state, args, mesh) | {"step": torch.tensor(step)}, checkpoint_id=unfinished)
-    if dist.get_rank() == 0:
-        shutil.rmtree(directory / f"step-{step}", ignore_errors=True)
-        unfinished.rename(directory / f"step-{step}")
-        for old in saved_steps(directory)[:-2]:
-            shutil.rmtree(directory / f"step-{old}")
-    dist.barrier()
+    tensors = trained(state, args, mesh) | {"step": torch.tensor(step)}
+    try:
+        dcp.save(tensors, checkpoint_id=unfinished)
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory / f"step-{step}", ignore_errors=True)
+            unfinished.rename(directory / f"step-{step}")
+            for old in saved_steps(directory)[:-2]:
+                shutil.rmtree(directory / f"step-{old}")
+    except (OSError, dcp.CheckpointException) as error:  # a full disk, a name that is taken
+        problem = f"cannot save {directory}/step-{step}: {reason(error)}"
+    end_if_any(problem, args)  # and a barrier: no rank goes on before it is saved
 
 
 def begin(state, args, mesh):
@@ -707,11 +769,7 @@ def begin(state, args, mesh):
     steps = saved_steps(args.checkpoint) if args.checkpoint else []
     if not steps:
         return 0
-    newest, mine = newest_checkpoint(args.checkpoint), (args.layers, args.d_model, args.d_hidden)
-    if saved_sizes(args.checkpoint) != mine:
-        end_if_any(f"{newest} has L, D, F {saved_sizes(args.checkpoint)}, this run {mine}", args)
-    if steps[-1] > args.steps:
-        end_if_any(f"{newest} is past --steps {args.steps}", args)
+    newest = newest_checkpoint(args.checkpoint)
     load(trained(state, args, mesh), newest, args)
     # The matmuls' weights too: in bfloat16, and of rows whose master another rank holds.
     weights = state.weights.to(state.master.dtype)
@@ -727,8 +785,7 @@ def load(tensors, path, args):
     try:
         dcp.load(tensors, checkpoint_id=path)
     except (Exception, dcp.CheckpointException) as error:
-        causes = list(getattr(error, "failures", {}).values()) or [(error,)]
-        problem = f"cannot load {path}: {' '.join(str(causes[0][0]).split())[:200]}"
+        problem = f"cannot load {path}: {reason(error)}"
     end_if_any(problem, args)
 
 
@@ -889,7 +946,7 @@ def pipeline_times(traces):
 
 def finish(state, history, costs, args, mesh):
     """Check, report, write --metrics and --plot, leave together; return the exit code."""
-    differences, reference, complaints = {}, [], []
+    differences, reference, complaints, problem = {}, [], [], None
     every_rank = [None] * dist.get_world_size()
     dist.all_gather_object(
         every_rank, (measured_costs(state, history), predicted_costs(costs, args))
@@ -921,10 +978,14 @@ def finish(state, history, costs, args, mesh):
             within = max(differences.values())
             lines += [f"same as one device: {', '.join(differences)} within {within:.0e}   OK"]
         print("\n".join(lines + [f"FAILED: {complaint}" for complaint in complaints]), flush=True)
-        if args.metrics:
-            write_json(args.metrics, result)
-        if args.plot != "none" and history:
-            draw(result, reference, traces, args)
+        try:
+            if args.metrics:
+                write_json(args.metrics, result)
+            if args.plot != "none" and history:
+                draw(result, reference, traces, args)
+        except OSError as error:
+            problem = f"cannot write {args.metrics or ''} {args.plot}: {reason(error)}"
+    end_if_any(problem, args)
     dist.barrier()  # without it the first to leave may tear the connection from under the last
     dist.destroy_process_group()
     return 1 if complaints else 0

@@ -96,8 +96,8 @@ BAD = [  # chapter, ranks, flags, what the line must say
     (5, 2, "--zero-stage x", "--zero-stage"),
     (5, 6, "--tp 2 --pp 2", "--tp 2 x --pp 2"),
     # More than there is: of memory, or of 64 bits.
-    (1, 1, f"--layers {10**15}", "memory"),
-    (2, 2, f"--d-model {10**23}", "memory"),
+    (1, 1, f"--layers {10**15}", "--layers"),
+    (2, 2, f"--d-model {10**23}", "--d-model"),
     (1, 1, f"--batch-size {10**15}", "memory"),
     (1, 1, f"--microbatches {10**18}", "--microbatches"),
     (1, 1, f"--seed {10**20}", "--seed"),
