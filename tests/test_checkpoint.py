@@ -60,12 +60,12 @@ def test_any_goes_on_with_any(tmp_path, dtype, first, second):
 
 # Chapter, ranks at first, ranks that are left, flags: then more weights fall to each.
 FEWER = [
-    (2, 4, 2, "--microbatches 2"),
-    (3, 4, 2, "--sequence-parallel"),
     (4, 4, 2, "--schedule zb-h1"),
     (5, 4, 2, "--zero-stage 3"),
-    (5, 8, 3, "--zero-stage 1"),
-    (5, 8, 4, "--zero-stage 2 --tp 2 --pp 2"),
+    pytest.param(2, 4, 2, "--microbatches 2", marks=pytest.mark.slow),
+    pytest.param(3, 4, 2, "--sequence-parallel", marks=pytest.mark.slow),
+    pytest.param(5, 8, 3, "--zero-stage 1", marks=pytest.mark.slow),
+    pytest.param(5, 8, 4, "--zero-stage 2 --tp 2 --pp 2", marks=pytest.mark.slow),
 ]
 
 
