@@ -279,7 +279,8 @@ def test_bad_input_under_torchrun():
     )
 
 
-@pytest.mark.parametrize("chapter", [1, 2, 5])  # the README runs all of them
+# The README's commands run the other chapters so.
+@pytest.mark.parametrize("chapter", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_default_run(tmp_path, chapter):
     """A script as the README starts it: fast, no warnings, the loss falls tenfold, one picture."""
     metrics, start = tmp_path / "metrics.json", time.time()
