@@ -206,9 +206,11 @@ def test_links_and_paths():
     for path in re.findall(r"\b(?:tests/|0\d_)\w+\.py", text):
         assert (ROOT / path).exists(), path
     for name in re.findall(r"(?<![\w`-])--[a-z][\w-]+", text):
-        known = "standalone nproc-per-node local-addr no-index nnodes node-rank master-addr fused memory"
+        known = "standalone nproc-per-node local-addr no-index nnodes node-rank max-restarts"
         flags = (ROOT / "common.py").read_text()
-        assert f'"{name}"' in flags or name[2:] in f"{known} max-restarts master-port all", name
+        assert (
+            f'"{name}"' in flags or name[2:] in f"{known} master-addr master-port fused memory all"
+        ), name
 
 
 FUNCTION = re.compile(r"\[`(\w+)`\]\((\w+\.py)#L(\d+)\)")
