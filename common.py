@@ -1098,6 +1098,7 @@ def draw(result, reference, traces, args):
         begin, busy, _ = pipeline_times(traces)
         end = begin + busy * (1 + result["bubble"]["predicted"])
         bottom.axvline(1e3 * end, ls="--", color="k")
+        bottom.text(1e3 * end, len(lanes) - 0.5, " predicted end", va="bottom", fontsize=8)
     seconds = statistics.median(result["step_seconds"])
     if args.replay:
         seconds = result["replay"]["step_seconds"]
