@@ -85,6 +85,7 @@ MACHINE = [
     (r"^  measured [\d.]+ ms: .*", "  measured"),
     (r"bubble / compute: \S+", "bubble / compute:"),
     (r"^ *\d+ MB .*", "MB"),
+    (r"^(all ranks equally|the last at|the same, --batch-shares) .*", r"\1"),
     (r"^(gpipe|1f1b|interleaved|zb-h1) .*", r"\1"),
     # chapter 6: a layout's times, times and choice by rows, and where a layout was faster
     (r"^((?:batch|1d|2d|gathered|pipeline) +\w+) +[\d.,]+ +[\d.,]+ +[\d.,]+", r"\1"),
