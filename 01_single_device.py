@@ -1,6 +1,6 @@
-"""Chapter 1: train a stack of MLP blocks on one device, with nothing hidden.
+"""Chapter 1: train a stack of MLP blocks on one device, with backward written out.
 
-Forward, backward, gradient clipping and Adam are written out, and the run ends by comparing itself
+The block's halves and Adam are in common.py, the rest is here, and the run ends by comparing itself
 with torch's autograd and torch.optim.Adam. Every later chapter is this file and some lines more, so
 the functions that they fill are here already: one device is the trivial way to shard a batch and
 the weights. `args` is the command line; `mesh` says where this rank is among others: here, alone.

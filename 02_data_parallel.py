@@ -39,6 +39,7 @@ from common import (
 )
 
 # ------------------------------------------------------------------------------------ collectives
+# @communicates writes down how long it took; on an axis of one rank it does nothing at all.
 
 
 def cut(tensor, n, dim=0):
@@ -72,7 +73,8 @@ def scatter_round(chunks, axis, received):
 
 
 def receive_sums(chunks, axis):
-    """Post the receives of gather_round, in the order in which the chunks come by."""
+    """Post the receives of gather_round, in the order in which the chunks come by. Both rounds'
+    may be posted at once: tag 1 keeps the second's messages apart."""
     order = [(axis.rank - 1 - hop) % axis.size for hop in range(axis.size - 1)]
     return [(i, irecv(chunks[i], axis.prev_rank, axis, tag=1)) for i in order]
 
@@ -93,16 +95,6 @@ def wait_all(messages):
 
 
 @communicates
-def ring_reduce_scatter(chunks, axis):
-    wait_all(scatter_round(chunks, axis, receive_parts(chunks, axis)))
-
-
-@communicates
-def ring_all_gather(chunks, axis):
-    wait_all(gather_round(chunks, axis, receive_sums(chunks, axis)))
-
-
-@communicates
 def ring_all_reduce(tensor, axis):
     """Sum the tensor over the axis, in place: each chunk on one rank, then from there to all."""
     chunks = cut(tensor.view(-1), axis.size)
@@ -117,8 +109,8 @@ def ring_all_reduce(tensor, axis):
 
 @communicates
 def naive_all_reduce(tensor, axis):
-    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. It moves
-    2(n-1) times the tensor, so the more ranks there are, the longer all of them wait for it."""
+    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. A ring's
+    ranks together send as much, 2(n-1) times the tensor; here all of it passes through rank 0."""
     if axis.rank > 0:
         isend(tensor, 0, axis).wait()
         irecv(tensor, 0, axis).wait()
@@ -155,7 +147,7 @@ def start(collective, *operands):
 
 
 def join(axis):
-    """Wait for all that was started on the axis."""
+    """Wait for all that was started on the axis; then this thread may use the axis itself."""
     while axis.pending:
         wait(axis.pending.pop(0))
 

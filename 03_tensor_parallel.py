@@ -40,6 +40,7 @@ from common import (
 )
 
 # ------------------------------------------------------------------------------------ collectives
+# @communicates writes down how long it took; on an axis of one rank it does nothing at all.
 
 
 def cut(tensor, n, dim=0):
@@ -73,7 +74,8 @@ def scatter_round(chunks, axis, received):
 
 
 def receive_sums(chunks, axis):
-    """Post the receives of gather_round, in the order in which the chunks come by."""
+    """Post the receives of gather_round, in the order in which the chunks come by. Both rounds'
+    may be posted at once: tag 1 keeps the second's messages apart."""
     order = [(axis.rank - 1 - hop) % axis.size for hop in range(axis.size - 1)]
     return [(i, irecv(chunks[i], axis.prev_rank, axis, tag=1)) for i in order]
 
@@ -95,11 +97,13 @@ def wait_all(messages):
 
 @communicates
 def ring_reduce_scatter(chunks, axis):
+    """The first round alone: the sum of chunk i is left on rank i."""
     wait_all(scatter_round(chunks, axis, receive_parts(chunks, axis)))
 
 
 @communicates
 def ring_all_gather(chunks, axis):
+    """The second round alone: chunk i of rank i to all."""
     wait_all(gather_round(chunks, axis, receive_sums(chunks, axis)))
 
 
@@ -118,8 +122,8 @@ def ring_all_reduce(tensor, axis):
 
 @communicates
 def naive_all_reduce(tensor, axis):
-    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. It moves
-    2(n-1) times the tensor, so the more ranks there are, the longer all of them wait for it."""
+    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. A ring's
+    ranks together send as much, 2(n-1) times the tensor; here all of it passes through rank 0."""
     if axis.rank > 0:
         isend(tensor, 0, axis).wait()
         irecv(tensor, 0, axis).wait()
@@ -156,7 +160,7 @@ def start(collective, *operands):
 
 
 def join(axis):
-    """Wait for all that was started on the axis."""
+    """Wait for all that was started on the axis; then this thread may use the axis itself."""
     while axis.pending:
         wait(axis.pending.pop(0))
 
@@ -228,7 +232,8 @@ def keep_rows(x_BD, axis, args):
 
 def kept_rows(x_BD, like_BD, axis, args):
     """Return x with all its rows again, for the weight half: one more all-gather. It comes after
-    dx's sum on the same thread, so neither is hidden: the price of keeping only some rows."""
+    dx's sum, which may be under way, on the axis's thread, so neither is hidden: the price of
+    keeping only some rows."""
     if not args.sequence_parallel:
         return x_BD
     full_BD = torch.empty_like(like_BD)

@@ -40,6 +40,7 @@ from common import (
 )
 
 # ------------------------------------------------------------------------------------ collectives
+# @communicates writes down how long it took; on an axis of one rank it does nothing at all.
 
 
 def cut(tensor, n, dim=0):
@@ -73,7 +74,8 @@ def scatter_round(chunks, axis, received):
 
 
 def receive_sums(chunks, axis):
-    """Post the receives of gather_round, in the order in which the chunks come by."""
+    """Post the receives of gather_round, in the order in which the chunks come by. Both rounds'
+    may be posted at once: tag 1 keeps the second's messages apart."""
     order = [(axis.rank - 1 - hop) % axis.size for hop in range(axis.size - 1)]
     return [(i, irecv(chunks[i], axis.prev_rank, axis, tag=1)) for i in order]
 
@@ -95,11 +97,13 @@ def wait_all(messages):
 
 @communicates
 def ring_reduce_scatter(chunks, axis):
+    """The first round alone: the sum of chunk i is left on rank i."""
     wait_all(scatter_round(chunks, axis, receive_parts(chunks, axis)))
 
 
 @communicates
 def ring_all_gather(chunks, axis):
+    """The second round alone: chunk i of rank i to all."""
     wait_all(gather_round(chunks, axis, receive_sums(chunks, axis)))
 
 
@@ -118,8 +122,8 @@ def ring_all_reduce(tensor, axis):
 
 @communicates
 def naive_all_reduce(tensor, axis):
-    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. It moves
-    2(n-1) times the tensor, so the more ranks there are, the longer all of them wait for it."""
+    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. A ring's
+    ranks together send as much, 2(n-1) times the tensor; here all of it passes through rank 0."""
     if axis.rank > 0:
         isend(tensor, 0, axis).wait()
         irecv(tensor, 0, axis).wait()
@@ -156,7 +160,7 @@ def start(collective, *operands):
 
 
 def join(axis):
-    """Wait for all that was started on the axis."""
+    """Wait for all that was started on the axis; then this thread may use the axis itself."""
     while axis.pending:
         wait(axis.pending.pop(0))
 
@@ -192,7 +196,9 @@ def one_f_one_b(p, stage, m, chunks):
 
 def interleaved(p, stage, m, chunks):
     """1F1B with `chunks` thin stages on each rank, which a group of p micro-batches visits in turn:
-    the pipeline fills in steps of a thin stage (Narayanan et al. 2021, section 2.2)."""
+    the pipeline fills in steps of a thin stage (Narayanan et al. 2021, section 2.2). Before the
+    first backward come p forwards of each chunk but the last, and of the last as many as fit into
+    the way to the last stage and back."""
     groups = range(0, m, p)
     order = [(g + i, c) for g in groups for c in range(chunks) for i in range(p)]
     forwards = [("F", i, c) for i, c in order]
@@ -201,8 +207,8 @@ def interleaved(p, stage, m, chunks):
 
 
 def zb_h1(p, stage, m, chunks):
-    """1F1B with the weight halves put off by `stage` micro-batches, into what was bubble: no other
-    stage waits for them (Qi et al. 2023). At most p are alive."""
+    """1F1B with the weight halves put off, into what was bubble: no other stage waits for them
+    (Qi et al. 2023). 1F1B has p - stage micro-batches alive; `stage` more makes it p on all."""
     actions = []
     for kind, i, chunk in one_f_one_b(p, stage, m, chunks):
         actions.append((kind, i, chunk))
@@ -294,7 +300,8 @@ def keep_rows(x_BD, axis, args):
 
 def kept_rows(x_BD, like_BD, axis, args):
     """Return x with all its rows again, for the weight half: one more all-gather. It comes after
-    dx's sum on the same thread, so neither is hidden: the price of keeping only some rows."""
+    dx's sum, which may be under way, on the axis's thread, so neither is hidden: the price of
+    keeping only some rows."""
     if not args.sequence_parallel:
         return x_BD
     full_BD = torch.empty_like(like_BD)
@@ -378,7 +385,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
     def receive_ahead(kind, i, chunk):
         """Post the receive of what this action needs from another stage, if that is yet to do."""
         stage = stages[chunk]
-        needed = stage > 0 if kind == "F" else kind == "B" and stage < last_stage
+        needed = (kind == "F" and stage > 0) or (kind == "B" and stage < last_stage)
         if needed and (kind, i, chunk) not in inbox:
             tensor = torch.empty_like(x_of[i])
             src = mesh.pp.prev_rank if kind == "F" else mesh.pp.next_rank
@@ -402,7 +409,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
             receive_ahead(*upcoming)
         kind, i, chunk = action
         stage, part, last = stages[chunk], parts[chunk], i == args.microbatches - 1
-        current["note"] = str(i)
+        current["note"] = str(i)  # for the picture
         if kind == "F":
             x_mb = x_of[i] if stage == 0 else receive(action)
             y_BD, saved[i, chunk] = forward(part, x_mb, args, mesh)
@@ -421,7 +428,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
             for l, half in later.pop((i, chunk)):
                 backward_weight(part, l, half, last, args, mesh)
         track_activations(saved, later)
-    wait_all(sent)
+    wait_all(sent)  # no tensor may be freed before it has left
     norm = update(state, step, args, mesh)
     loss = sum_over(loss, mesh.tp) if args.sequence_parallel else loss
     return sum_over(loss, mesh.dp, mesh.pp), norm

@@ -5,8 +5,8 @@ all-reduce has two halves, and ZeRO is what can be freed between them: reduce-sc
 rank the summed gradients of its rows of D, so it can update those rows alone, and all-gather brings
 the weights together again.
 
-    layout   stage 1: Adam state [L/Z, D/X, 2, F/Y]   2: gradients too   3: weights too
-             and all else as in chapter 4: x [B/X, D], Z stages of L/Z layers, F/Y per tp rank
+    layout   ZeRO stage 1: Adam state [L/Z, D/X, 2, F/Y]   2: gradients too   3: weights too
+             and all else as in chapter 4: x [B/X, D], Z pipeline stages of L/Z layers, F/Y
     moves    a layer's gradients: reduce-scatter over dp after its weight half; its weights:
              all-gather over dp after the update (1, 2), or before each use (3)
     costs    for m micro-batches and rank, in parts of (n-1)/n of the weights: stage 1 sends 2, as
@@ -47,6 +47,7 @@ from common import (
 )
 
 # ------------------------------------------------------------------------------------ collectives
+# @communicates writes down how long it took; on an axis of one rank it does nothing at all.
 
 
 def cut(tensor, n, dim=0):
@@ -80,7 +81,8 @@ def scatter_round(chunks, axis, received):
 
 
 def receive_sums(chunks, axis):
-    """Post the receives of gather_round, in the order in which the chunks come by."""
+    """Post the receives of gather_round, in the order in which the chunks come by. Both rounds'
+    may be posted at once: tag 1 keeps the second's messages apart."""
     order = [(axis.rank - 1 - hop) % axis.size for hop in range(axis.size - 1)]
     return [(i, irecv(chunks[i], axis.prev_rank, axis, tag=1)) for i in order]
 
@@ -102,11 +104,13 @@ def wait_all(messages):
 
 @communicates
 def ring_reduce_scatter(chunks, axis):
+    """The first round alone: the sum of chunk i is left on rank i."""
     wait_all(scatter_round(chunks, axis, receive_parts(chunks, axis)))
 
 
 @communicates
 def ring_all_gather(chunks, axis):
+    """The second round alone: chunk i of rank i to all."""
     wait_all(gather_round(chunks, axis, receive_sums(chunks, axis)))
 
 
@@ -125,8 +129,8 @@ def ring_all_reduce(tensor, axis):
 
 @communicates
 def naive_all_reduce(tensor, axis):
-    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. It moves
-    2(n-1) times the tensor, so the more ranks there are, the longer all of them wait for it."""
+    """The parameter server: rank 0 receives everything, adds, and sends everybody the sum. A ring's
+    ranks together send as much, 2(n-1) times the tensor; here all of it passes through rank 0."""
     if axis.rank > 0:
         isend(tensor, 0, axis).wait()
         irecv(tensor, 0, axis).wait()
@@ -163,7 +167,7 @@ def start(collective, *operands):
 
 
 def join(axis):
-    """Wait for all that was started on the axis."""
+    """Wait for all that was started on the axis; then this thread may use the axis itself."""
     while axis.pending:
         wait(axis.pending.pop(0))
 
@@ -199,7 +203,9 @@ def one_f_one_b(p, stage, m, chunks):
 
 def interleaved(p, stage, m, chunks):
     """1F1B with `chunks` thin stages on each rank, which a group of p micro-batches visits in turn:
-    the pipeline fills in steps of a thin stage (Narayanan et al. 2021, section 2.2)."""
+    the pipeline fills in steps of a thin stage (Narayanan et al. 2021, section 2.2). Before the
+    first backward come p forwards of each chunk but the last, and of the last as many as fit into
+    the way to the last stage and back."""
     groups = range(0, m, p)
     order = [(g + i, c) for g in groups for c in range(chunks) for i in range(p)]
     forwards = [("F", i, c) for i, c in order]
@@ -208,8 +214,8 @@ def interleaved(p, stage, m, chunks):
 
 
 def zb_h1(p, stage, m, chunks):
-    """1F1B with the weight halves put off by `stage` micro-batches, into what was bubble: no other
-    stage waits for them (Qi et al. 2023). At most p are alive."""
+    """1F1B with the weight halves put off, into what was bubble: no other stage waits for them
+    (Qi et al. 2023). 1F1B has p - stage micro-batches alive; `stage` more makes it p on all."""
     actions = []
     for kind, i, chunk in one_f_one_b(p, stage, m, chunks):
         actions.append((kind, i, chunk))
@@ -274,6 +280,7 @@ def my_part_of_D(weights, mesh):
 def init_state(args, mesh):
     """Return the State this rank keeps between steps. Which parts are cut is what ZeRO is about."""
     weights = shard_weights(initial_weights(args), args, mesh)
+    # A view: in float32 Adam updates these rows of the weights themselves, bfloat16 needs copies.
     master = my_part_of_D(weights, mesh) if args.zero_stage in (1, 2) else weights
     if args.dtype == "bfloat16":
         weights, master = weights.bfloat16(), master.clone()
@@ -309,7 +316,8 @@ def keep_rows(x_BD, axis, args):
 
 def kept_rows(x_BD, like_BD, axis, args):
     """Return x with all its rows again, for the weight half: one more all-gather. It comes after
-    dx's sum on the same thread, so neither is hidden: the price of keeping only some rows."""
+    dx's sum, which may be under way, on the axis's thread, so neither is hidden: the price of
+    keeping only some rows."""
     if not args.sequence_parallel:
         return x_BD
     full_BD = torch.empty_like(like_BD)
@@ -355,7 +363,7 @@ def start_gather(l, state, args, mesh):
 
 
 def layer_buffer(name, state, args):
-    return scratch(name, (args.d_model, *state.weights.shape[2:]), state.weights)
+    return scratch(f"layer's {name}", (args.d_model, *state.weights.shape[2:]), state.weights)
 
 
 # ------------------------------------------------------------------------------ forward, backward
@@ -392,6 +400,9 @@ def backward(state, saved, dy_BD, last, args, mesh, later=None):
     return dy_BD
 
 
+scattering = {}  # buffer 0 or 1 -> the task that still reads it
+
+
 def backward_weight(state, l, saved, last, args, mesh):
     """Add layer l's gradients to state.grads[l]; after the last micro-batch's, sum them over dp."""
     x_BD, h_BF, dy_BD, dz_BF = saved
@@ -404,9 +415,6 @@ def backward_weight(state, l, saved, last, args, mesh):
         start(scatter, grads, grads, mesh.dp, args)
     elif last:
         start(all_reduce, grads, mesh.dp, args)
-
-
-scattering = {}  # buffer 0 or 1 -> the task that still reads it
 
 
 def clean_gradients(l, state, args, mesh):
@@ -447,7 +455,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
     def receive_ahead(kind, i, chunk):
         """Post the receive of what this action needs from another stage, if that is yet to do."""
         stage = stages[chunk]
-        needed = stage > 0 if kind == "F" else kind == "B" and stage < last_stage
+        needed = (kind == "F" and stage > 0) or (kind == "B" and stage < last_stage)
         if needed and (kind, i, chunk) not in inbox:
             tensor = torch.empty_like(x_of[i])
             src = mesh.pp.prev_rank if kind == "F" else mesh.pp.next_rank
@@ -471,7 +479,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
             receive_ahead(*upcoming)
         kind, i, chunk = action
         stage, part, last = stages[chunk], parts[chunk], i == args.microbatches - 1
-        current["note"] = str(i)
+        current["note"] = str(i)  # for the picture
         if kind == "F":
             x_mb = x_of[i] if stage == 0 else receive(action)
             y_BD, saved[i, chunk] = forward(part, x_mb, args, mesh)
@@ -490,7 +498,7 @@ def train_step(state, x_BD, t_BD, step, args, mesh):
             for l, half in later.pop((i, chunk)):
                 backward_weight(part, l, half, last, args, mesh)
         track_activations(saved, later)
-    wait_all(sent)
+    wait_all(sent)  # no tensor may be freed before it has left
     norm = update(state, step, args, mesh)
     loss = sum_over(loss, mesh.tp) if args.sequence_parallel else loss
     return sum_over(loss, mesh.dp, mesh.pp), norm
@@ -568,7 +576,7 @@ def predict(args, mesh):
     F = part_sizes(F, mesh.tp)[mesh.tp.rank]
     L = len(shard_layers(args, mesh))
     weights = L * D * 2 * F
-    costs = {"weights": weights, "gradients": weights, "updated": weights}
+    costs = {"weights": weights, "gradients": weights, "updated": weights, "buffers": 0}
 
     costs["dp"] = L * all_reduce_elements(D * 2 * F, mesh.dp, args)
 
@@ -590,14 +598,17 @@ def predict(args, mesh):
     costs["bubble"] = (p - 1) / m / {"interleaved": len(stages), "zb-h1": 3}.get(args.schedule, 1)
 
     scattered, gathered = (L * 2 * F * rows for rows in ring_elements(D, mesh.dp))
+    two_layers = min(2, max(layers)) * D * 2 * F
     if args.zero_stage > 0:
         costs["updated"] = L * 2 * F * part_sizes(D, mesh.dp)[mesh.dp.rank]
         costs["dp"] = scattered + gathered
     if args.zero_stage > 1:
         costs["gradients"] = costs["updated"]
+        costs["buffers"] += two_layers
         costs["dp"] = m * scattered + gathered
     if args.zero_stage > 2:
         costs["weights"] = costs["updated"]
+        costs["buffers"] += two_layers
         costs["dp"] = m * (scattered + 2 * gathered)
     return costs
 

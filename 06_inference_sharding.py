@@ -46,6 +46,7 @@ from common import (
     initial_weights,
     irecv,
     isend,
+    layer_buffers,
     load,
     make_batch,
     make_mesh,
@@ -67,6 +68,7 @@ from common import (
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 1e-1}
 
 # ------------------------------------------------------------------------------------ collectives
+# @communicates writes down how long it took; on an axis of one rank it does nothing at all.
 
 
 def cut(tensor, n, dim=0):
@@ -100,7 +102,8 @@ def scatter_round(chunks, axis, received):
 
 
 def receive_sums(chunks, axis):
-    """Post the receives of gather_round, in the order in which the chunks come by."""
+    """Post the receives of gather_round, in the order in which the chunks come by. Both rounds'
+    may be posted at once: tag 1 keeps the second's messages apart."""
     order = [(axis.rank - 1 - hop) % axis.size for hop in range(axis.size - 1)]
     return [(i, irecv(chunks[i], axis.prev_rank, axis, tag=1)) for i in order]
 
@@ -122,11 +125,13 @@ def wait_all(messages):
 
 @communicates
 def ring_reduce_scatter(chunks, axis):
+    """The first round alone: the sum of chunk i is left on rank i."""
     wait_all(scatter_round(chunks, axis, receive_parts(chunks, axis)))
 
 
 @communicates
 def ring_all_gather(chunks, axis):
+    """The second round alone: chunk i of rank i to all."""
     wait_all(gather_round(chunks, axis, receive_sums(chunks, axis)))
 
 
@@ -156,7 +161,7 @@ def start(collective, *operands):
 
 
 def join(axis):
-    """Wait for all that was started on the axis."""
+    """Wait for all that was started on the axis; then this thread may use the axis itself."""
     while axis.pending:
         wait(axis.pending.pop(0))
 
@@ -255,7 +260,7 @@ def start_gather(l, state, args, mesh):
 
 
 def layer_buffer(name, state, args):
-    return scratch(name, (args.d_model, *state.weights.shape[2:]), state.weights)
+    return scratch(f"layer's {name}", (args.d_model, *state.weights.shape[2:]), state.weights)
 
 
 # ---------------------------------------------------------------------------- forward, generation
@@ -369,7 +374,7 @@ def cost_model(layout, B, L, D, F, X, Y, beta=float("inf")):
     return sent[layout] + read / beta
 
 
-BETA = 8  # about what the scaling book has for TPUs
+BETA = 8  # bytes/s of memory over bytes/s of the link: about what the scaling book has for TPUs
 
 
 # -------------------------------------------------------------------------- the check, the report
@@ -377,7 +382,7 @@ BETA = 8  # about what the scaling book has for TPUs
 
 def reference_outputs(x_BD, args):
     """Return [T + 1, L + 1, B, D], for each token its input and what each layer makes of it: the
-    same generation on one device, from a plain load. None of it is the code under test."""
+    same generation on one device, from a plain load, with nothing cut and nothing sent."""
     weights, outputs = initial_weights(args), []
     if args.checkpoint:
         names = [(l, i, n) for l in range(args.layers) for i, n in enumerate(("w_in", "w_out"))]
@@ -414,18 +419,18 @@ def timed_generation(state, x_BD, expected, args, mesh):
     expected = None if expected is None else expected[:, :, : len(x_BD)]
     outputs, done = generate(state, shard_batch(x_BD, args, mesh), args, mesh)
     seconds = [end - start for start, end in zip(done, done[1:])]
-    gathered = [buffer for (name, *_), buffer in buffers.items() if name.startswith("weights")]
     predicted = {what: n * state.weights.itemsize for what, n in predict(x_BD, args, mesh).items()}
     spans = [s._replace(start=s.start - began, end=s.end - began) for s in trace]
     return {
         "trace": spans if len(x_BD) == args.batch_size else [],
         "prefill_seconds": seconds[0],
+        "prefill_end": done[1] - began,
         "token_seconds": median(seconds[1:]),
         "elements": sum(y_BD.numel() for y_BD in outputs.values()),
         "error": 0.0 if expected is None else largest_error(outputs, expected, args, mesh),
         "bytes_sent": {axis: sum(s.bytes for s in trace if s.axis == axis) for axis in AXES},
         "bytes_predicted": {axis: predicted[axis] for axis in AXES},
-        "memory_bytes": storage_bytes(state.weights, *gathered),
+        "memory_bytes": storage_bytes(state.weights, *layer_buffers()),
         "memory_predicted": predicted["weights"],
     }
 
@@ -490,24 +495,21 @@ def report_layout(layout, costs, args):
 def report_batches(results, args):
     """Print how long a token takes for few rows and for many, and what the model would choose."""
     model = args.layers, args.d_model, args.d_hidden, args.dp, args.tp
-    print0("\nms per token; the model's choice; and which of 1d, 2d and gathered sends least")
-    print0(
-        f"{'rows':>6}" + "".join(f"{layout:>9}" for layout in LAYOUTS) + "  fastest  model least"
-    )
-    for runs in zip(*results.values()):
-        rows, took = runs[0]["rows"], [costs["token_seconds"] for costs in runs]
+    print0("\nms per token; which layout was the fastest, and which the cost model chooses")
+    print0(f"{'rows':>6}" + "".join(f"{layout:>9}" for layout in LAYOUTS) + "  fastest   model")
+    for every_layout in zip(*results.values()):
+        rows, took = every_layout[0]["rows"], [costs["token_seconds"] for costs in every_layout]
         cheapest = min(LAYOUTS, key=lambda layout: cost_model(layout, rows, *model, BETA))
-        least = min(("1d", "2d", "gathered"), key=lambda layout: cost_model(layout, rows, *model))
         fastest = LAYOUTS[took.index(min(took))]
         times = "".join(f"{1e3 * seconds:9.2f}" for seconds in took)
-        print0(f"{rows:6}{times}  {fastest:8} {cheapest:5} {least}")
+        print0(f"{rows:6}{times}  {fastest:9} {cheapest}")
     for layout in ("1d", "2d") if args.dp * args.tp > 1 else ():
         rows = cost_model("gathered", 1, *model) / cost_model(layout, 1, *model)
         pairs = zip(results["gathered"], results[layout])
         faster = [str(a["rows"]) for a, b in pairs if a["token_seconds"] < b["token_seconds"]]
         print0(
-            f"gathered sends less than {layout} above {rows:.0f} rows,"
-            f" and was faster at {', '.join(faster) or 'none'}"
+            f"gathered sends less than {layout} above {rows:.0f} rows;"
+            f" faster at {', '.join(faster) or 'none'}"
         )
 
 
@@ -517,8 +519,9 @@ def report_replay(results, args):
     replayed = {}
     for layout, runs in results.items():
         seconds = runs[-1]["prefill_seconds"] + args.tokens * runs[-1]["token_seconds"]
-        cut = with_layout(layout, args)
-        lines, replayed[layout], _ = replay_report(runs[-1]["trace"], seconds, cut)
+        lines, replayed[layout], _ = replay_report(
+            runs[-1]["trace"], seconds, with_layout(layout, args)
+        )
         print0("\n".join([layout, *lines]))
     return replayed
 
@@ -530,8 +533,10 @@ def write_metrics(results, complaints, replayed, args):
     layouts = {}
     for layout, runs in results.items():
         axes = {axis: getattr(with_layout(layout, args), axis) for axis in AXES}
-        runs = [{key: value for key, value in run.items() if key != "trace"} for run in runs]
-        layouts[layout] = {"axes": axes, **runs[-1], "batches": runs[:-1]}
+        *batches, largest = [
+            {key: value for key, value in costs.items() if key != "trace"} for costs in runs
+        ]
+        layouts[layout] = {"axes": axes, **largest, "batches": batches}
         layouts[layout] |= {"replay": replayed[layout]} if replayed else {}
     result = {
         "script": args.script,
@@ -548,7 +553,7 @@ COLOURS = dict(zip(LAYOUTS, ("#3b7dd8", "#e08a1e", "#8e5bc0", "#c0392b", "#2f9e5
 
 def prefill(costs):
     """Return rank 0's spans of prefill alone."""
-    return [s for s in costs["trace"][0] if s.end < costs["prefill_seconds"]]
+    return [s for s in costs["trace"][0] if s.end <= costs["prefill_end"][0]]
 
 
 def draw(results, args):

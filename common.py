@@ -666,6 +666,8 @@ def run(main):
         os._exit(1)
     except SystemExit:
         raise
+    except BrokenPipeError:  # who read the output has seen enough, like head
+        os._exit(1)
     except BaseException:  # KeyboardInterrupt too
         rank, lines = environment("RANK", 0), traceback.format_exc().splitlines()
         sys.stderr.write("".join(f"rank {rank}: {line}\n" for line in lines))
@@ -859,6 +861,11 @@ def storage_bytes(*tensors):
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def layer_buffers():
+    """Return the buffers in which ZeRO brings a layer together."""
+    return [buffer for (name, *_), buffer in buffers.items() if name.startswith("layer's ")]
+
+
 def measured_costs(state, history):
     """Return for this rank the bytes sent in each step, by axis, and the bytes it holds."""
     state_tensors = state.weights, state.master, state.exp_avg, state.exp_avg_sq
@@ -873,6 +880,7 @@ def measured_costs(state, history):
             "gradients": storage_bytes(state.grads),
             "optimizer": storage_bytes(*state_tensors) - weights,
             "activations": peak["activations"],
+            "buffers": storage_bytes(*layer_buffers()),
         },
         "microbatches_alive": peak["microbatches"],
         "trace": history[median_step(history)].trace if history else [],
@@ -885,6 +893,7 @@ def predicted_costs(costs, args):
     memory = {what: s * costs[what] for what in ("weights", "gradients")}
     memory["optimizer"] = ADAM_BYTES[args.dtype] * costs["updated"]
     memory["activations"] = s * costs["activations"]
+    memory["buffers"] = s * costs.get("buffers", 0)
     return {
         "sent": {axis: s * costs.get(axis, 0) for axis in AXES},
         "memory_bytes": memory,
@@ -1033,7 +1042,8 @@ def report(result, trace, args):
         lines += [f"sent per step over {axis}: {counted}"] if sent or expected else []
     held, expected = (ranks[0] for ranks in result["memory_bytes"].values())
     for what, nbytes in held.items():
-        lines.append(f"memory: {what:11} {nbytes:13,} B (predicted {expected[what]:,})")
+        if what != "buffers" or nbytes or expected[what]:  # which only ZeRO has
+            lines.append(f"memory: {what:11} {nbytes:13,} B (predicted {expected[what]:,})")
     if args.pp > 1:
         pieces = "pieces" if args.schedule == "interleaved" else "micro-batches"
         alive, expected = (ranks[0] for ranks in result["microbatches_alive"].values())
@@ -1089,6 +1099,7 @@ def draw(result, reference, traces, args):
     one_device = {"mfc": "none", "ms": 4, "color": "#c0392b", "label": "one device, autograd"}
     top.semilogy(reference, "o", **one_device)
     top.set(xlabel="step", ylabel="loss")
+    top.xaxis.get_major_locator().set_params(integer=True)
     top.legend(frameon=False)
 
     lanes = draw_timeline(bottom, {f"rank {rank}": trace for rank, trace in enumerate(traces)})
@@ -1134,6 +1145,7 @@ def draw_timeline(axes, traces):
     axes.set(xlabel="ms", xlim=(0, None))
     used = {s.axis or s.name for trace in traces.values() for s in trace}
     legend = [Patch(color=c, label=name) for name, c in COLOURS.items() if name in used]
+    legend.append(Patch(alpha=0, label="pale: waits"))
     place = {"ncols": len(legend), "loc": "lower right", "bbox_to_anchor": (1, 1)}
     axes.legend(handles=legend, frameon=False, **place)
     return lanes
@@ -1282,15 +1294,17 @@ def replay_report(traces, measured_seconds, args):
     if args.pp > 1:
         _, _, result["bubble"] = pipeline_times(replayed)
         lines.append(f"  bubble / compute {result['bubble']:.3f}")
-    # Compute hides what a ring sends iff B/X (dp) or F/Y (tp) is above s/2 (n-1)/n C/W.
+    # Compute hides what a ring sends of s bytes each iff B/X (dp) or F/Y (tp) is above this.
     size = getattr(torch, args.dtype).itemsize
     at = {"B": args.batch_size, "F": args.d_hidden} | (args.scale_to or {})
     for axis, letter, n in ("dp", "B", args.dp), ("tp", "F", args.tp):
         if n > 1 and not args.layout:
             needed = size / 2 * (n - 1) / n * hw.flops / hw.bandwidth
-            bound = "compute" if at[letter] / n > needed else "communication"
+            bound, sign = "communication", "<"
+            if at[letter] / n > needed:
+                bound, sign = "compute", ">"
             lines.append(
-                f"  over {axis} {bound}-bound: {letter}/{n} = {at[letter] / n:.0f}, and"
-                f" {size}/2 (n-1)/n C/W = {needed:.0f}"
+                f"  over {axis} {bound}-bound: {letter}/{n} = {at[letter] / n:.0f} {sign}"
+                f" s/2 (n-1)/n C/W = {needed:.0f}, s = {size} B"
             )
     return lines, result, replayed

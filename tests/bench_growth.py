@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python tests/bench_growth.py FILE.png
 
 Time against D, rows, layers and ranks, and memory per rank against ranks for each ZeRO stage. The
-formula's speeds C and W come from one point, the leftmost of the largest sizes; the rest follows.
+formula's speeds come from one point each, which therefore says nothing: C from what the largest D
+computes, W from the step of two ranks.
 """
 
 import os
@@ -48,7 +49,7 @@ def cost(chapter, flags):
         "compute": statistics.median(compute[2:]),
         "sent": sum(s.bytes for s in common.trace),
         "held": common.storage_bytes(*held),
-        "predicted": sum(predicted.values()) - predicted["activations"],
+        "predicted": sum(predicted[what] for what in ("weights", "gradients", "optimizer")),
     }
 
 
@@ -103,7 +104,8 @@ def main():
             bandwidth = bandwidth or mine["sent"] / max(1e-9, mine["seconds"] - computing)
         theory.append(1e3 * (computing + (mine["sent"] / bandwidth if n > 1 else 0)))
         times.append(1e3 * mine["seconds"])
-        print(f"ranks {n}: {times[-1]:.1f} ms, {times[-1] / theory[-1]:.2f} of the formula")
+        share = "W is from here" if n == 2 else f"{times[-1] / theory[-1]:.2f} of the formula"
+        print(f"ranks {n}: {times[-1]:.1f} ms, {share}")
     line(panel, ranks, theory, f"on {CORES} cores, sending at W")
     dots(panel, ranks, times, "step of chapter 2")
     panel.set(xlabel="ranks", ylabel="ms")

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {int(path.name[:2]): path for path in sorted(ROOT.glob("0[1-6]_*.py"))}
+NAMES = "single_device data_parallel tensor_parallel pipeline_parallel zero_sharding"
+NAMES += " inference_sharding"
+SCRIPTS = {n: ROOT / f"0{n}_{name}.py" for n, name in enumerate(NAMES.split(), 1)}
 JOB_LIMIT = 120  # seconds; whatever takes longer hangs
 
 context = multiprocessing.get_context("forkserver")
@@ -127,6 +129,7 @@ def train(chapter, flags, reference=None):
     state = script.init_state(args, mesh)
     costs = common.predicted_costs(script.predict(args, mesh), args)
     common.peak.update(activations=0, microbatches=0)
+    common.buffers.clear()
     result = {"losses": [], "norms": [], "weights": [], "sent": [], "predicted": costs}
     result["start"] = difference(state, args, mesh, reference, 0)
     for step in range(args.steps):
@@ -141,16 +144,8 @@ def train(chapter, flags, reference=None):
             if span.axis:
                 sent[span.axis] += span.bytes
         result["sent"].append(sent)
-    result["memory_bytes"] = {
-        "weights": common.storage_bytes(state.weights),
-        "gradients": common.storage_bytes(state.grads),
-        "optimizer": common.storage_bytes(
-            state.weights, state.master, state.exp_avg, state.exp_avg_sq
-        )
-        - common.storage_bytes(state.weights),
-        "activations": common.peak["activations"],
-    }
-    result["microbatches_alive"] = common.peak["microbatches"]
+    measured = common.measured_costs(state, [])
+    result |= {what: measured[what] for what in ("memory_bytes", "microbatches_alive")}
     return result
 
 

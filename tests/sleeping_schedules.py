@@ -19,8 +19,8 @@ from harness import SCRIPTS, load  # noqa: E402
 SLEEP = 0.025  # seconds; long against the 0.2 ms that a message takes, for F, B or W of a stage
 
 
-def fall_asleep(script, common, blocks):
-    """Make each of the script's block functions last SLEEP / blocks; return how to undo it."""
+def fall_asleep(script, common, seconds):
+    """Make each of the script's block functions last so long; return how to undo it."""
     names = "block_forward", "block_backward_input", "block_backward_weight"
     originals = {name: getattr(script, name) for name in names}
 
@@ -28,7 +28,7 @@ def fall_asleep(script, common, blocks):
         def block(*tensors):
             start = time.perf_counter()
             result = function(*tensors)
-            time.sleep(max(0, start + SLEEP / blocks - time.perf_counter()))
+            time.sleep(max(0, start + seconds - time.perf_counter()))
             common.trace[-1] = common.trace[-1]._replace(end=time.perf_counter())
             return result
 
@@ -39,9 +39,10 @@ def fall_asleep(script, common, blocks):
     return lambda: [setattr(script, name, originals[name]) for name in names]
 
 
-def measure(script, common, args, mesh, blocks=2, steps=3):
-    """Return (bubble, predicted, trace of this rank), the best of some steps."""
-    wake_up = fall_asleep(script, common, blocks)
+def measure(script, common, args, mesh, blocks=2, steps=3, sleep=SLEEP):
+    """Return (makespan and mean compute time in seconds, predicted bubble, all ranks' traces) of
+    the best of some steps. A stage of so many blocks sleeps `sleep` seconds for each F, B or W."""
+    wake_up = fall_asleep(script, common, sleep / blocks)
     state = script.init_state(args, mesh)
     best = None
     for step in range(steps):

@@ -44,6 +44,8 @@ def test_zero_paper_table_1(n, billions):
         digits = len(str(wanted).partition(".")[2]) if isinstance(wanted, float) else 0
         if billions == 7.5:
             assert abs(gigabytes - wanted) <= 0.51 * 10**-digits
+        two_layers = {1: 0, 2: 2, 3: 4}[stage]  # of gradients, in stage 3 of weights too
+        assert memory["buffers"] == two_layers * D * 2 * F * 2
         formula = {1: 4 + 12 / n, 2: 2 + 14 / n, 3: 16 / n}[stage]
         assert gigabytes == pytest.approx(L * D * 2 * F * formula / 1e9, rel=1e-9)
 

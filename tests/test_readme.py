@@ -89,8 +89,8 @@ MACHINE = [
     (r"^(gpipe|1f1b|interleaved|zb-h1) .*", r"\1"),
     # chapter 6: a layout's times, times and choice by rows, and where a layout was faster
     (r"^((?:batch|1d|2d|gathered|pipeline) +\w+) +[\d.,]+ +[\d.,]+ +[\d.,]+", r"\1"),
-    (r"^( +\d+)(?: +[\d.]+){5}  \S+ +(\S+) ", r"\1 \2 "),
-    (r"was faster at .*", "was faster at"),
+    (r"^( +\d+)(?: +[\d.]+){5}  \S+ +(\S+)$", r"\1 \2"),
+    (r"; faster at .*", "; faster at"),
     (r"rank \d+ ", "rank "),
 ]
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(?:e[-+]?\d+)?")

@@ -28,6 +28,7 @@ def ring_cases(flags):
                     elements = script.all_reduce_elements(size, axis, args)
                     assert sent == elements * tensor.element_size()
     # Halves, on rows: each rank's own chunk holds the sum; then all hold all of it.
+    script, _, _ = prepare(5, flags)
     rows = torch.arange(14.0).reshape(7, 2) * (axis.rank + 1)
     chunks = script.cut(rows, axis.size)
     total = torch.arange(14.0).reshape(7, 2) * sum(range(1, axis.size + 1))
